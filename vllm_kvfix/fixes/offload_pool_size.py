@@ -1,0 +1,216 @@
+"""``offload-pool-size``: the number of chunks in the CPU offload pool.
+
+Symptom: a segmentation fault in ``swap_blocks``, ``cuMemcpyBatchAsync failed``, or memory overwritten
+at the first store past the worker's pool; or a pool a hundred times too small, without hits.
+Cause: ``CPUOffloadingSpec`` multiplies the page size of a KV cache group by the number of KV
+tensors. Where layers differ (``UniformTypeKVCacheSpecs``), the page size is already summed over
+them in a worker and is one layer's in the scheduler: two numbers, both wrong, and the scheduler
+hands out chunk ids that the worker does not have.
+Upstream: https://github.com/vllm-project/vllm/pull/39617
+Affected: 0.14.0-0.19.1. Before, the operator gives the number; after, it is right for equal ranks.
+Recognised: by the stock class's answers for two layers of one page size, and of two.
+Change: the name ``FixedCPUOffloadingSpec`` is offered to vLLM's spec factory, on every release, for
+operators to choose. Where the bug is, a stock spec whose numbers would differ gets a WARNING.
+``KVFIX_STOCK_SPEC=1`` makes the stock name give the fixed class, for ``--kv-offloading-size``.
+Goes when: 0.19.1 is the oldest release that nobody runs any more.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from vllm_kvfix import _log, _releases, pool
+from vllm_kvfix._fix import APPLIED, NOT_APPLICABLE, NOT_NEEDED, UNKNOWN, Status
+
+ID = "offload-pool-size"
+TARGET = _releases.SPEC_FACTORY
+SPEC_NAME = "FixedCPUOffloadingSpec"
+AFFECTED = "affected"
+
+# The answers to the two questions of _answers(), in chunks.
+_RIGHT = (150, 100)
+_KNOWN_BUG = (150, 50)
+
+
+def settle(module: ModuleType) -> Status:
+    factory = module.OffloadingSpecFactory
+    if SPEC_NAME not in factory._registry:
+        factory.register_spec(SPEC_NAME, "vllm_kvfix.spec", SPEC_NAME)
+    if os.environ.get("KVFIX_STOCK_SPEC", "0") == "1":
+        _give_stock_name(factory)
+    verdict = recognise(_releases.stock_spec_class())
+    if verdict.word != AFFECTED:
+        return verdict
+    _watch_stock_spec(factory)
+    return Status(APPLIED, f"spec {SPEC_NAME}")
+
+
+def holds(module: ModuleType) -> bool:
+    from vllm_kvfix.spec import FixedCPUOffloadingSpec
+
+    loader = module.OffloadingSpecFactory._registry.get(SPEC_NAME)
+    return loader is not None and loader() is FixedCPUOffloadingSpec
+
+
+def restore(module: ModuleType) -> None:
+    factory = module.OffloadingSpecFactory
+    factory._registry.pop(SPEC_NAME, None)
+    loader = factory._registry.get(_releases.STOCK_SPEC)
+    if hasattr(loader, "kvfix"):
+        factory._registry[_releases.STOCK_SPEC] = loader.__wrapped__
+    create_spec = vars(factory)["create_spec"]
+    if hasattr(create_spec.__func__, "kvfix"):
+        factory.create_spec = create_spec.__func__.__wrapped__
+
+
+def recognise(spec_class: Any) -> Status:
+    """Whether the size that ``spec_class`` computes is the known wrong one, right, or neither."""
+    era = _releases.spec_era(spec_class)
+    if era == _releases.TAKES_NUM_CPU_BLOCKS:
+        return Status(NOT_APPLICABLE, f"num_cpu_blocks gives the size; spec {SPEC_NAME} passes on")
+    if era is None:
+        return Status(UNKNOWN, f"{_releases.name_of(spec_class)} has another constructor")
+    try:
+        answers = _answers(spec_class, era)
+    except Exception as error:
+        return Status(UNKNOWN, f"{type(error).__name__}: {error}")
+    if answers == _RIGHT:
+        return Status(NOT_NEEDED, f"right since 0.20.0, vLLM #39617; spec {SPEC_NAME} usable")
+    if answers == _KNOWN_BUG:
+        return Status(AFFECTED, "")
+    return Status(UNKNOWN, f"{_releases.STOCK_SPEC} answers {answers}, not {_KNOWN_BUG}, {_RIGHT}")
+
+
+def stock_numbers(
+    budget: int, kv_cache_config: Any, world_size: int, blocks_per_chunk: int
+) -> tuple[int, int] | None:
+    """Chunks that stock 0.14.0-0.19.1 gives the scheduler and a worker; None if it asserts.
+
+    Works from either form of the config. The scheduler's form hides that a group was
+    ``UniformTypeKVCacheSpecs``, unless its pages do not add up to the bytes of the tensors.
+    """
+    groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    pages = {_releases.first_layer_spec(spec).page_size_bytes for spec in groups}
+    sums = {spec.page_size_bytes for spec in groups}
+    if len(pages) != 1 or len(sums) != 1:
+        return None
+    page, page_sum = pages.pop(), sums.pop()
+    num_tensors = len(kv_cache_config.kv_cache_tensors)
+    actual = pool.bytes_per_block(_releases.kv_bytes(kv_cache_config), kv_cache_config.num_blocks)
+    if page == page_sum and actual != page * num_tensors:
+        page_sum = actual
+    return (
+        pool.stock_num_chunks(budget, page, num_tensors, world_size, blocks_per_chunk),
+        pool.stock_num_chunks(budget, page_sum, num_tensors, world_size, blocks_per_chunk),
+    )
+
+
+def _give_stock_name(factory: Any) -> None:
+    """Let the stock name give the fixed class, as the operator asks by KVFIX_STOCK_SPEC."""
+    stock = factory._registry[_releases.STOCK_SPEC]
+    if hasattr(stock, "kvfix"):
+        return
+
+    @functools.wraps(stock)
+    def loader() -> Any:
+        from vllm_kvfix.spec import FixedCPUOffloadingSpec
+
+        return FixedCPUOffloadingSpec
+
+    loader.kvfix = ID  # type: ignore[attr-defined]
+    factory._registry[_releases.STOCK_SPEC] = loader
+
+
+def _watch_stock_spec(factory: Any) -> None:
+    """Warn when a stock spec is made whose scheduler and worker numbers differ."""
+    create_spec = vars(factory)["create_spec"].__func__
+    if hasattr(create_spec, "kvfix"):
+        return
+
+    @functools.wraps(create_spec)
+    def create_and_warn(cls: Any, config: Any, kv_cache_config: Any) -> Any:
+        spec = create_spec(cls, config, kv_cache_config)
+        if type(spec) is _releases.stock_spec_class():
+            try:
+                _warn_if_numbers_differ(spec, config, kv_cache_config)
+            except Exception:
+                _log.logger.debug("vllm-kvfix: stock spec not judged", exc_info=True)
+        return spec
+
+    create_and_warn.kvfix = ID  # type: ignore[attr-defined]
+    factory.create_spec = classmethod(create_and_warn)
+
+
+def _warn_if_numbers_differ(spec: Any, config: Any, kv_cache_config: Any) -> None:
+    numbers = stock_numbers(
+        int(spec.extra_config["cpu_bytes_to_use"]),
+        kv_cache_config,
+        config.parallel_config.world_size,
+        _releases.blocks_per_chunk(spec),
+    )
+    if numbers is None or numbers[0] == numbers[1]:
+        return
+    scheduler, worker = numbers
+    harm = "stores past the worker's pool, out of bounds" if scheduler > worker else "wastes it"
+    _log.once(
+        logging.WARNING,
+        f"vllm-kvfix: {_releases.STOCK_SPEC} gives the scheduler {scheduler} chunks and the worker "
+        f"{worker} (vLLM #39617): this server {harm}. Write "
+        f'"spec_name": "{SPEC_NAME}" in kv_connector_extra_config, or set KVFIX_STOCK_SPEC=1',
+    )
+
+
+def _answers(spec_class: Any, era: str) -> tuple[int, int]:
+    """Chunks that ``spec_class`` makes of two small configs.
+
+    Asked: two layers of one page in 300 rows' bytes, whose sum over layers the known bug counts
+    right; and a group whose page is the sum of two layers' pages, which it counts twice.
+    """
+    one, two = 4096, 8192  # multiples of every row alignment
+    equal = _chunks(spec_class, era, page=one, layers=(one, one), budget=150 * 2 * one)
+    ragged = _chunks(spec_class, era, page=one + two, layers=(one, two), budget=100 * (one + two))
+    return equal, ragged
+
+
+def _chunks(spec_class: Any, era: str, page: int, layers: tuple[int, ...], budget: int) -> int:
+    extra_config = {"cpu_bytes_to_use": budget}
+
+    def stand_in_init(self: Any, *args: Any) -> None:
+        self.extra_config = extra_config
+        self.gpu_block_size = self.offloaded_block_size = 16
+        self.block_size_factor = self.blocks_per_chunk = 1
+
+    # Between the class and its base, so that only the constructor with the formula runs: the
+    # base's would log, and reads much more of vLLM's configuration.
+    base = type("_StandIn", (spec_class.__mro__[1],), {"__init__": stand_in_init})
+    probe = type("_Probe", (spec_class, base), {})
+    if era == _releases.TAKES_OFFLOADING_CONFIG:
+        spec = probe(
+            SimpleNamespace(
+                worker_kv_bytes_per_block=sum(layers),
+                groups=(),
+                cache=SimpleNamespace(blocks_per_chunk=1),
+                parallel=SimpleNamespace(world_size=1, rank=0),
+                model=SimpleNamespace(max_model_len=0),
+                replicated_layout=False,
+            )
+        )
+    else:
+        num_blocks = 7
+        spec = probe(
+            SimpleNamespace(parallel_config=SimpleNamespace(world_size=1)),
+            SimpleNamespace(
+                num_blocks=num_blocks,
+                kv_cache_groups=[
+                    SimpleNamespace(kv_cache_spec=SimpleNamespace(page_size_bytes=page))
+                ],
+                kv_cache_tensors=[
+                    SimpleNamespace(size=layer * num_blocks, block_stride=0) for layer in layers
+                ],
+            ),
+        )
+    return _releases.num_chunks(spec)

@@ -1,0 +1,115 @@
+"""The door: vLLM calls :func:`register` in every process, before the engine is built.
+
+Switches, read from the environment of the process:
+
+- ``KVFIX_DISABLE``: ``all``, or a comma list of fix ids.
+- ``KVFIX_STOCK_SPEC=1``: see :mod:`vllm_kvfix.fixes.offload_pool_size`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from types import ModuleType
+
+from vllm_kvfix import __version__, _imports, _log, _releases
+from vllm_kvfix._fix import APPLIED, DISABLED, FAILED, UNKNOWN, WAITING, Fix, Status
+from vllm_kvfix.fixes import max_concurrency, offload_pool_size
+
+FIXES: tuple[Fix, ...] = (offload_pool_size, max_concurrency)
+
+_statuses: dict[str, Status] = {}
+
+
+def register() -> None:
+    """Repair what the installed vLLM needs, and say in one line what was done. Never raises.
+
+    May be called any number of times. A fix whose vLLM module is not imported yet waits for it.
+    """
+    try:
+        _log.find_role()
+        new = [fix for fix in FIXES if fix.ID not in _statuses]
+        if not new:
+            return
+        disabled = _disabled_ids()
+        for fix in new:
+            if fix.ID in disabled:
+                _statuses[fix.ID] = Status(DISABLED, "by KVFIX_DISABLE")
+            elif fix.TARGET in sys.modules:
+                _statuses[fix.ID] = _settle(fix, sys.modules[fix.TARGET])
+            else:
+                _statuses[fix.ID] = Status(WAITING, f"until vLLM imports {fix.TARGET}")
+                _imports.when_imported(fix.TARGET, functools.partial(_settle_late, fix))
+        _say_summary()
+    except Exception:
+        _log.logger.warning("vllm-kvfix could not start; vLLM runs as it was", exc_info=True)
+
+
+def restore() -> None:
+    """Put vLLM's own code back and forget every status; :func:`register` may follow."""
+    _imports.forget()
+    for fix in FIXES:
+        module = sys.modules.get(fix.TARGET)
+        if module is not None:
+            fix.restore(module)
+    _statuses.clear()
+    _log.forget()
+
+
+def statuses() -> dict[str, Status]:
+    """How each fix stands now, by id; ``applied`` is read back from vLLM at each call."""
+    return {fix.ID: _read_back(fix) for fix in FIXES if fix.ID in _statuses}
+
+
+def _settle(fix: Fix, module: ModuleType) -> Status:
+    """Settle one fix on its imported module; whatever goes wrong, leave vLLM as it was."""
+    try:
+        status = fix.settle(module)
+        if status.word == APPLIED and not fix.holds(module):
+            status = Status(FAILED, "vLLM does not call the repaired code")
+    except Exception as error:
+        status = Status(FAILED, f"{type(error).__name__}: {error}")
+    if status.word == FAILED:
+        try:
+            fix.restore(module)
+        except Exception as error:
+            status = Status(FAILED, f"{status.why}; undoing it: {type(error).__name__}: {error}")
+    if status.word in (FAILED, UNKNOWN):
+        _log.once(logging.WARNING, f"vllm-kvfix: {fix.ID} {status}; vLLM is left as it was")
+    return status
+
+
+def _settle_late(fix: Fix, module: ModuleType) -> None:
+    """The same, at the moment vLLM imports the module: runs inside vLLM's import statement."""
+    _statuses[fix.ID] = _settle(fix, module)
+    _say_summary()
+
+
+def _read_back(fix: Fix) -> Status:
+    status = _statuses[fix.ID]
+    if status.word == APPLIED and not fix.holds(sys.modules[fix.TARGET]):
+        return Status(FAILED, "replaced by somebody else since")
+    return status
+
+
+def _say_summary() -> None:
+    fixes = ", ".join(f"{id_} {status}" for id_, status in _statuses.items())
+    _log.once(
+        logging.INFO, f"vllm-kvfix {__version__} on vLLM {_releases.vllm_version()}: {fixes}"
+    )
+
+
+def _disabled_ids() -> set[str]:
+    """Fix ids that ``KVFIX_DISABLE`` turns off; a word that is no id is named in a WARNING."""
+    words = {word.strip() for word in os.environ.get("KVFIX_DISABLE", "").split(",")} - {""}
+    known = {fix.ID for fix in FIXES}
+    unknown = words - known - {"all"}
+    if unknown:
+        _log.once(
+            logging.WARNING,
+            f"vllm-kvfix: KVFIX_DISABLE names {', '.join(sorted(unknown))}, which is no fix; "
+            f"write all, or some of {', '.join(sorted(known))}",
+        )
+    return known if "all" in words else words & known

@@ -1,0 +1,82 @@
+"""The operator's settings for the offload pool: accepted as vLLM accepts them, or refused clearly.
+
+Every refusal is a ``ValueError`` that names the setting, its value, and what to write instead.
+Imports nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+_WHERE = "in kv_connector_extra_config"
+_EXAMPLE = 'write for example "cpu_bytes_to_use": 34359738368 (32 GiB for the whole engine)'
+
+
+def cpu_bytes_to_use(extra_config: Any) -> int:
+    """The budget in bytes, for all ranks of the engine together.
+
+    Accepts what ``int()`` accepts, as vLLM does (34359738368, 34359738368.0, "34359738368").
+
+    Raises:
+        ValueError: missing, not a number, NaN, infinite, zero or negative.
+    """
+    value = extra_config.get("cpu_bytes_to_use")
+    if value is None:
+        raise ValueError(f"cpu_bytes_to_use is missing {_WHERE}: {_EXAMPLE}")
+    try:
+        if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
+            raise ValueError
+        budget = int(value)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"cpu_bytes_to_use={value!r} {_WHERE} is not a number of bytes: {_EXAMPLE}"
+        ) from None
+    if budget <= 0:
+        raise ValueError(f"cpu_bytes_to_use={value!r} {_WHERE} must be above zero: {_EXAMPLE}")
+    return budget
+
+
+def check_block_size(extra_config: Any, gpu_block_size: int) -> None:
+    """Refuse a ``block_size`` (tokens of one chunk) that is no multiple of the GPU block size.
+
+    Raises:
+        ValueError: not a whole number of GPU blocks of ``gpu_block_size`` tokens, at least one.
+    """
+    value = extra_config.get("block_size")
+    if value is None:
+        return
+    try:
+        tokens = int(value)
+    except (TypeError, ValueError, OverflowError):
+        tokens = 0
+    if tokens <= 0 or tokens % gpu_block_size:
+        right = max(1, round(tokens / gpu_block_size)) * gpu_block_size
+        raise ValueError(
+            f"block_size={value!r} {_WHERE} is no multiple of the GPU block size "
+            f'({gpu_block_size} tokens): write for example "block_size": {right}, or leave it out'
+        )
+
+
+def below_one_row(budget: int, row: int, ranks: int) -> str:
+    """Message for a budget (bytes) that does not hold one chunk on all ranks."""
+    return (
+        f"cpu_bytes_to_use={budget} {_WHERE} holds no chunk: one chunk on {ranks} rank(s) takes "
+        f'{row} bytes; write "cpu_bytes_to_use": {row} at the least'
+    )
+
+
+def above_memory(budget: int) -> str | None:
+    """Message when ``budget`` (bytes) is above this machine's memory, or None."""
+    try:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+    if budget <= memory:
+        return None
+    return (
+        f"cpu_bytes_to_use={budget} {_WHERE} is above this machine's memory ({memory} bytes); "
+        f'unless the ranks are spread over several machines, write at most "cpu_bytes_to_use": '
+        f"{memory // 2}"
+    )

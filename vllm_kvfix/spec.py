@@ -1,0 +1,182 @@
+"""``FixedCPUOffloadingSpec``: the installed ``CPUOffloadingSpec`` with a pool of the right size.
+
+Operators choose it by name in ``kv_connector_extra_config``. Everything but the size, and the copies
+on the CPU platform, is inherited. Scheduler and workers compute the size from the same setting by
+the same formula; no environment variable changes it, so they cannot disagree.
+
+Source of the formula: https://github.com/vllm-project/vllm/pull/39617
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.platforms import current_platform
+
+from vllm_kvfix import _log, _releases, hostcopy, pool, settings
+from vllm_kvfix.fixes import offload_pool_size
+
+_Stock = _releases.stock_spec_class()
+_ERA = _releases.spec_era(_Stock)
+_AFFECTED = offload_pool_size.recognise(_Stock).word == offload_pool_size.AFFECTED
+
+
+class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc]  # its base is whatever is installed
+    """vLLM's CPU offloading spec, sized from the bytes that all KV cache tensors really take.
+
+    Args:
+        config: ``VllmConfig`` to 0.25.1, ``OffloadingConfig`` from 0.26.0.
+        kv_cache_config: ``KVCacheConfig``, of a worker or of the scheduler, 0.14.0-0.25.1.
+
+    Raises:
+        ValueError: a setting in ``kv_connector_extra_config`` that cannot be; the message names it,
+            its value and what to write. Raised before any memory is taken.
+    """
+
+    def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
+        self._host_pool: hostcopy.HostPool | None = None
+        if _ERA == _releases.TAKES_NUM_CPU_BLOCKS:
+            super().__init__(config)
+            _log.once(
+                logging.INFO,
+                f"vllm-kvfix: CPU pool of {self.num_cpu_blocks} chunks a rank, as num_cpu_blocks "
+                f"says; vLLM {_releases.vllm_version()} has no pool size to repair",
+            )
+        elif _ERA == _releases.TAKES_OFFLOADING_CONFIG:
+            budget = _checked_budget(config.extra_config)
+            super().__init__(config)
+            copies = 1 if getattr(self, "replicated_layout", False) else config.parallel.world_size
+            self._check_and_say(budget, (config.worker_kv_bytes_per_block,) * copies)
+            self._say_mla_copies(config)
+        else:
+            self._init_from_kv_cache_config(config, kv_cache_config)
+
+    def _init_from_kv_cache_config(self, config: Any, kv_cache_config: Any) -> None:
+        extra_config = config.kv_transfer_config.kv_connector_extra_config
+        budget = _checked_budget(extra_config)
+        for group in kv_cache_config.kv_cache_groups:
+            settings.check_block_size(extra_config, group.kv_cache_spec.block_size)
+        super().__init__(config, _as_stock_takes_it(config, kv_cache_config))
+        self.kv_cache_config = kv_cache_config
+        world_size = config.parallel_config.world_size
+        own_bytes = pool.bytes_per_block(
+            _releases.kv_bytes(kv_cache_config), kv_cache_config.num_blocks
+        )
+        rank_bytes = (own_bytes,) * world_size
+        stock = None
+        if _AFFECTED:
+            factor = _releases.blocks_per_chunk(self)
+            self.num_blocks = pool.num_chunks(budget, pool.row_bytes(rank_bytes, factor))
+            stock = offload_pool_size.stock_numbers(budget, kv_cache_config, world_size, factor)
+        self._check_and_say(budget, rank_bytes, stock)
+
+    def _check_and_say(
+        self, budget: int, rank_bytes: tuple[int, ...], stock: tuple[int, int] | None = None
+    ) -> None:
+        """Refuse a budget (bytes) under one row; say what the pool is, once."""
+        chunks, factor = _releases.num_chunks(self), _releases.blocks_per_chunk(self)
+        row = _releases.row_bytes(self) or pool.row_bytes(rank_bytes, factor)
+        if row and not chunks:
+            message = settings.below_one_row(budget, row, len(rank_bytes))
+            if not _chosen_by_stock_name(self.extra_config):
+                raise ValueError(message)
+            _log.once(logging.WARNING, f"vllm-kvfix: nothing will be offloaded: {message}")
+        above_memory = settings.above_memory(budget)
+        if above_memory:
+            _log.once(logging.WARNING, f"vllm-kvfix: {above_memory}")
+        used = chunks * row
+        text = (
+            f"vllm-kvfix: CPU pool of {chunks:,} chunks, {len(rank_bytes)} rank(s) x "
+            f"{_human(rank_bytes[0] * factor)} each: {_human(used)}, {100 * used / budget:.1f}% of "
+            f"cpu_bytes_to_use={budget}, up to {_tokens(self, chunks * factor):,} tokens"
+        )
+        if stock is not None and stock != (chunks, chunks):
+            text += (
+                f"; stock vLLM {_releases.vllm_version()} would give the scheduler {stock[0]:,} "
+                f"chunks and the worker {stock[1]:,}"
+            )
+        _log.once(logging.INFO, text)
+
+    def _say_mla_copies(self, config: Any) -> None:
+        """On CUDA, vLLM keeps one copy of MLA KV for all ranks (0.27.0); the CPU platform does not."""
+        copies = config.parallel.world_size
+        if current_platform.is_cpu() and copies > 1 and getattr(config, "replicated_layout", False):
+            _log.once(
+                logging.INFO,
+                f"vllm-kvfix: the CPU platform keeps {copies} copies of this model's KV, one a rank; "
+                f"CUDA keeps one, and has about {copies} times as many chunks",
+            )
+
+    def get_handlers(self, kv_caches: Any, *attn_backends: Any) -> Iterator[Any]:
+        """Worker side, to 0.24.0. Copies are vLLM's own, except on the CPU platform."""
+        if not current_platform.is_cpu() or _ERA == _releases.TAKES_NUM_CPU_BLOCKS:
+            return iter(super().get_handlers(kv_caches, *attn_backends))
+        return hostcopy.handlers(self._host_copies(kv_caches, *attn_backends))
+
+    def get_worker(self, kv_caches: Any) -> Any:
+        """Worker side, from 0.25.0. Copies are vLLM's own, except on the CPU platform."""
+        if not current_platform.is_cpu():
+            return super().get_worker(kv_caches)
+        return hostcopy.worker(self._host_copies(kv_caches))
+
+    def _host_copies(self, kv_caches: Any, *attn_backends: Any) -> hostcopy.HostPool:
+        if self._host_pool is None:
+            self._host_pool = hostcopy.HostPool(
+                *hostcopy.block_rows(kv_caches, *attn_backends),
+                num_chunks=_releases.num_chunks(self),
+                blocks_per_chunk=_releases.blocks_per_chunk(self),
+            )
+        return self._host_pool
+
+
+def _chosen_by_stock_name(extra_config: Any) -> bool:
+    """Whether KVFIX_STOCK_SPEC chose us: then nothing that stock starts with may stop the server."""
+    return bool(extra_config.get("spec_name", _releases.STOCK_SPEC) == _releases.STOCK_SPEC)
+
+
+def _checked_budget(extra_config: Any) -> int:
+    if extra_config.get("secondary_tiers") and not _chosen_by_stock_name(extra_config):
+        raise ValueError(
+            f"secondary_tiers={extra_config['secondary_tiers']!r} in kv_connector_extra_config "
+            f"would be ignored by {offload_pool_size.SPEC_NAME}: leave it out, or write "
+            '"spec_name": "TieringOffloadingSpec", which vLLM has from 0.22.0'
+        )
+    return settings.cpu_bytes_to_use(extra_config)
+
+
+def _as_stock_takes_it(config: Any, kv_cache_config: Any) -> Any:
+    """The config in a form that the stock constructor accepts; its size is not used where wrong.
+
+    0.14.0-0.19.1 assert one page size over all groups, which several groups and attention-free
+    models do not have; 0.23.0-0.25.1 divide by zero when there are blocks but no bytes.
+    """
+    seen = copy.copy(kv_cache_config)
+    if _AFFECTED:
+        block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+        seen.kv_cache_groups = [
+            SimpleNamespace(
+                layer_names=[], kv_cache_spec=SimpleNamespace(block_size=size, page_size_bytes=1)
+            )
+            for size in block_sizes or [config.cache_config.block_size]
+        ]
+    if not _releases.kv_bytes(kv_cache_config):
+        seen.num_blocks = 0
+    return seen
+
+
+def _tokens(spec: Any, blocks: int) -> int:
+    """Tokens in ``blocks`` blocks; each KV cache group of a hybrid model takes blocks of its own."""
+    sizes = _releases.tokens_per_block(spec)
+    return blocks // len(sizes) * min(sizes) if sizes else 0
+
+
+def _human(size: int) -> str:
+    """``size`` bytes in the largest unit that leaves at least one."""
+    for unit, exponent in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 1 << exponent:
+            return f"{size / (1 << exponent):.2f} {unit}"
+    return f"{size} bytes"
