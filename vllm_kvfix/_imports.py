@@ -1,7 +1,7 @@
 """Act on a module when it is imported, without importing it.
 
-vLLM's spec factory and its KV cache code take from 5 ms to seconds to import, and most processes
-that load a plugin never need them.
+vLLM's spec factory and its KV cache code take from milliseconds to seconds to import, and most
+processes that load a plugin never need them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import ModuleType
 
 Callback = Callable[[ModuleType], None]
 
-_waiting: dict[str, Callback] = {}
+_waiting: dict[str, list[Callback]] = {}
 
 
 def when_imported(name: str, callback: Callback) -> None:
@@ -21,7 +21,7 @@ def when_imported(name: str, callback: Callback) -> None:
 
     ``callback`` runs inside that import statement and must not raise.
     """
-    _waiting[name] = callback
+    _waiting.setdefault(name, []).append(callback)
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
 
@@ -42,31 +42,31 @@ class _Finder:
         if name not in _waiting:
             return None
         for finder in list(sys.meta_path):
-            if finder is not self and hasattr(finder, "find_spec"):
-                spec = finder.find_spec(name, path, target)
-                if spec is not None:
-                    _call_after(spec, name)
-                    return spec
+            find_spec = getattr(finder, "find_spec", None)
+            spec = find_spec(name, path, target) if find_spec and finder is not self else None
+            if spec is not None:
+                _call_after(spec, name)
+                return spec
         return None
 
 
 def _call_after(spec: ModuleSpec, name: str) -> None:
-    loader = spec.loader
-    if loader is None or not hasattr(loader, "exec_module"):
+    exec_module = getattr(spec.loader, "exec_module", None)
+    if exec_module is None:
         return
-    exec_module = loader.exec_module
 
     def exec_then_call(module: ModuleType) -> None:
         exec_module(module)
-        callback = _waiting.pop(name, None)
+        callbacks = _waiting.pop(name, [])
         if not _waiting:
             forget()
-        if callback is not None:
+        for callback in callbacks:
             callback(module)
 
+    # A loader that takes no attribute loads the module as it would; its fix keeps on waiting.
     try:
-        loader.exec_module = exec_then_call  # type: ignore[method-assign]
-    except AttributeError:  # a loader that takes no attribute: the module loads as it would
+        spec.loader.exec_module = exec_then_call  # type: ignore[union-attr,method-assign]
+    except AttributeError:
         return
 
 

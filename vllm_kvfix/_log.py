@@ -7,25 +7,33 @@ DEBUG.
 
 from __future__ import annotations
 
+import functools
 import logging
-import os
 import sys
+from typing import Any
 
 from vllm_kvfix import _releases
 
 logger = logging.getLogger("vllm.kvfix")
 
 _said: set[str] = set()
-_quiet = False
+_in_helper = False
 
 
 def find_role() -> None:
-    """Note what this process is by who called us: a worker or helper, or one that speaks."""
-    global _quiet
+    """Note what this process is, by who called us."""
+    global _in_helper
     frame = sys._getframe(1)
-    while frame.f_back is not None and not _quiet:
-        _quiet = frame.f_globals.get("__name__") in _releases.HELPER_MODULES
+    while frame.f_back is not None and not _in_helper:
+        spec_name = getattr(frame.f_globals.get("__spec__"), "name", None)  # under `python -m` too
+        names = (frame.f_globals.get("__name__"), spec_name)
+        _in_helper = any(name in _releases.HELPER_MODULES for name in names)
         frame = frame.f_back
+
+
+def in_helper() -> bool:
+    """Whether this process is a worker, or the one that inspects a model class."""
+    return _in_helper
 
 
 def once(level: int, message: str) -> None:
@@ -33,29 +41,38 @@ def once(level: int, message: str) -> None:
     if message in _said:
         return
     _said.add(message)
-    if _quiet and level == logging.INFO:
-        level = logging.DEBUG
-    handler = _stand_in_handler()
-    if handler is None:
+    if level > logging.INFO:
         logger.log(level, message)
-    elif level >= logging.INFO:
-        handler.handle(logger.makeRecord(logger.name, level, __file__, 0, message, (), None))
+    elif _in_helper:
+        logger.debug(message)
+    elif logger.hasHandlers():
+        logger.info(message)
+    else:
+        _say_when_configured(message)
 
 
 def forget() -> None:
-    """Say everything anew."""
+    """Say everything anew, and nothing that is still to be said."""
     _said.clear()
+    vllm_logger = sys.modules.get("vllm.logger")
+    while hasattr(getattr(vllm_logger, "configure_logging", None), "kvfix"):
+        vllm_logger.configure_logging = vllm_logger.configure_logging.__wrapped__  # type: ignore
 
 
-def _stand_in_handler() -> logging.Handler | None:
-    """A handler for one line when vLLM has not set up its own log yet, or None.
+def _say_when_configured(message: str) -> None:
+    """From 0.31.0 vLLM sets up its log after it has loaded plugins; a line before that is lost."""
+    vllm_logger: Any = sys.modules.get("vllm.logger")
+    configure = getattr(vllm_logger, "configure_logging", None)
+    if configure is None:
+        logger.info(message)
+        return
 
-    From 0.31.0 that happens after plugins are loaded, and the API server's line would be lost.
-    """
-    if logger.hasHandlers() or os.environ.get("VLLM_CONFIGURE_LOGGING", "1") == "0":
-        return None
-    handler = logging.StreamHandler(sys.stderr)  # stdout may be the answer of `vllm --version`
-    handler.setFormatter(
-        logging.Formatter("%(levelname)s %(asctime)s [kvfix] %(message)s", "%m-%d %H:%M:%S")
-    )
-    return handler
+    @functools.wraps(configure)
+    def configure_and_say(*args: Any, **kwargs: Any) -> Any:
+        vllm_logger.configure_logging = configure
+        result = configure(*args, **kwargs)
+        logger.info(message)
+        return result
+
+    configure_and_say.kvfix = "log"  # type: ignore[attr-defined]
+    vllm_logger.configure_logging = configure_and_say

@@ -14,6 +14,8 @@ from typing import Any
 
 KV_CACHE_UTILS = "vllm.v1.core.kv_cache_utils"
 SPEC_FACTORY = "vllm.v1.kv_offload.factory"
+# get_kv_cache_configs() is defined in one module and bound by name in another, 0.14.0-0.19.1.
+PLANNER_CALLERS = (KV_CACHE_UTILS, "vllm.v1.engine.core")
 STOCK_SPEC = "CPUOffloadingSpec"
 STOCK_SPEC_MODULES = (
     "vllm.v1.kv_offload.cpu.spec",  # from 0.19.0

@@ -3,7 +3,7 @@
 Switches, read from the environment of the process:
 
 - ``KVFIX_DISABLE``: ``all``, or a comma list of fix ids.
-- ``KVFIX_STOCK_SPEC=1``: see :mod:`vllm_kvfix.fixes.offload_pool_size`.
+- ``KVFIX_STOCK_SPEC=1``: see :mod:`vllm_kvfix._stock_name`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import sys
 from types import ModuleType
 
-from vllm_kvfix import __version__, _imports, _log, _releases
+from vllm_kvfix import __version__, _imports, _log, _releases, _stock_name
 from vllm_kvfix._fix import APPLIED, DISABLED, FAILED, UNKNOWN, WAITING, Fix, Status
 from vllm_kvfix.fixes import max_concurrency, offload_pool_size
 
@@ -34,6 +34,8 @@ def register() -> None:
         if not new:
             return
         disabled = _disabled_ids()
+        if offload_pool_size.ID not in disabled:
+            _stock_name.carry()
         for fix in new:
             if fix.ID in disabled:
                 _statuses[fix.ID] = Status(DISABLED, "by KVFIX_DISABLE")
@@ -54,6 +56,7 @@ def restore() -> None:
         module = sys.modules.get(fix.TARGET)
         if module is not None:
             fix.restore(module)
+    _stock_name.restore()
     _statuses.clear()
     _log.forget()
 

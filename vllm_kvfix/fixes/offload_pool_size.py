@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from vllm_kvfix import _log, _releases, pool
+from vllm_kvfix import _log, _releases, _stock_name, pool
 from vllm_kvfix._fix import APPLIED, NOT_APPLICABLE, NOT_NEEDED, UNKNOWN, Status
 
 ID = "offload-pool-size"
@@ -40,9 +39,9 @@ def settle(module: ModuleType) -> Status:
     factory = module.OffloadingSpecFactory
     if SPEC_NAME not in factory._registry:
         factory.register_spec(SPEC_NAME, "vllm_kvfix.spec", SPEC_NAME)
-    if os.environ.get("KVFIX_STOCK_SPEC", "0") == "1":
-        _give_stock_name(factory)
     verdict = recognise(_releases.stock_spec_class())
+    if verdict.word == AFFECTED or _stock_name.asked():
+        _let_stock_name_give_fixed(factory)
     if verdict.word != AFFECTED:
         return verdict
     _watch_stock_spec(factory)
@@ -109,17 +108,15 @@ def stock_numbers(
     )
 
 
-def _give_stock_name(factory: Any) -> None:
-    """Let the stock name give the fixed class, as the operator asks by KVFIX_STOCK_SPEC."""
+def _let_stock_name_give_fixed(factory: Any) -> None:
+    """Let the stock name give the fixed class when the operator asks by KVFIX_STOCK_SPEC."""
     stock = factory._registry[_releases.STOCK_SPEC]
     if hasattr(stock, "kvfix"):
         return
 
     @functools.wraps(stock)
     def loader() -> Any:
-        from vllm_kvfix.spec import FixedCPUOffloadingSpec
-
-        return FixedCPUOffloadingSpec
+        return factory._registry[SPEC_NAME]() if _stock_name.asked() else stock()
 
     loader.kvfix = ID  # type: ignore[attr-defined]
     factory._registry[_releases.STOCK_SPEC] = loader
@@ -133,7 +130,8 @@ def _watch_stock_spec(factory: Any) -> None:
 
     @functools.wraps(create_spec)
     def create_and_warn(cls: Any, config: Any, kv_cache_config: Any) -> Any:
-        spec = create_spec(cls, config, kv_cache_config)
+        with _stock_name.as_engine_core_decided(kv_cache_config):
+            spec = create_spec(cls, config, kv_cache_config)
         if type(spec) is _releases.stock_spec_class():
             try:
                 _warn_if_numbers_differ(spec, config, kv_cache_config)
