@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 APPLIED = "applied"
 NOT_NEEDED = "not needed"
@@ -39,3 +41,18 @@ class Fix(Protocol):
 
     def restore(self, module: ModuleType) -> None:
         """Put vLLM's own code back; harmless when nothing was changed."""
+
+
+def in_place_of(original: Any) -> Callable[[Any], Any]:
+    """Decorator: this function is ours and stands where vLLM's ``original`` stood."""
+
+    def mark(function: Any) -> Any:
+        function.kvfix = True
+        return functools.wraps(original)(function)
+
+    return mark
+
+
+def original_of(function: Any) -> Any:
+    """vLLM's function, where ours stands in its place; else None."""
+    return function.__wrapped__ if getattr(function, "kvfix", False) else None

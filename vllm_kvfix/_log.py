@@ -7,12 +7,12 @@ DEBUG.
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 from typing import Any
 
 from vllm_kvfix import _releases
+from vllm_kvfix._fix import in_place_of, original_of
 
 logger = logging.getLogger("vllm.kvfix")
 
@@ -54,9 +54,9 @@ def once(level: int, message: str) -> None:
 def forget() -> None:
     """Say everything anew, and nothing that is still to be said."""
     _said.clear()
-    vllm_logger = sys.modules.get("vllm.logger")
-    while hasattr(getattr(vllm_logger, "configure_logging", None), "kvfix"):
-        vllm_logger.configure_logging = vllm_logger.configure_logging.__wrapped__  # type: ignore
+    vllm_logger: Any = sys.modules.get("vllm.logger")
+    while configure := original_of(getattr(vllm_logger, "configure_logging", None)):
+        vllm_logger.configure_logging = configure
 
 
 def _say_when_configured(message: str) -> None:
@@ -67,12 +67,11 @@ def _say_when_configured(message: str) -> None:
         logger.info(message)
         return
 
-    @functools.wraps(configure)
+    @in_place_of(configure)
     def configure_and_say(*args: Any, **kwargs: Any) -> Any:
         vllm_logger.configure_logging = configure
         result = configure(*args, **kwargs)
         logger.info(message)
         return result
 
-    configure_and_say.kvfix = "log"  # type: ignore[attr-defined]
     vllm_logger.configure_logging = configure_and_say

@@ -50,9 +50,7 @@ def vllm_version() -> str:
 
 def is_vllms_own(function: Any, module: ModuleType) -> bool:
     """Whether ``function`` is the one that ``module``'s own source defines, and no wrapper of it."""
-    return getattr(function, "__globals__", None) is vars(module) and not hasattr(
-        function, "__wrapped__"
-    )
+    return getattr(function, "__globals__", None) is vars(module) and not hasattr(function, "__wrapped__")
 
 
 def name_of(thing: Any) -> str:

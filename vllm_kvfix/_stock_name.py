@@ -9,7 +9,6 @@ it stamps the KV cache configs that it sends, and a worker goes by the stamp, no
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from vllm_kvfix import _imports, _log, _releases
+from vllm_kvfix._fix import in_place_of, original_of
 
 _STAMP = "kvfix_stock_spec"
 _FUNCTION = "get_kv_cache_configs"
@@ -53,9 +53,9 @@ def as_engine_core_decided(kv_cache_config: Any) -> Iterator[None]:
 
 def restore() -> None:
     for module in _planners():
-        function = getattr(module, _FUNCTION, None)
-        if hasattr(function, "kvfix"):
-            setattr(module, _FUNCTION, function.__wrapped__)
+        planner = original_of(getattr(module, _FUNCTION, None))
+        if planner is not None:
+            setattr(module, _FUNCTION, planner)
 
 
 def _planners() -> list[ModuleType]:
@@ -65,17 +65,16 @@ def _planners() -> list[ModuleType]:
 
 def _stamp_configs(module: ModuleType) -> None:
     planner = getattr(module, _FUNCTION, None)
-    if planner is None or hasattr(planner, "kvfix"):
+    if planner is None or original_of(planner) is not None:
         return
 
-    @functools.wraps(planner)
+    @in_place_of(planner)
     def plan_and_stamp(*args: Any, **kwargs: Any) -> Any:
         configs = planner(*args, **kwargs)
         for config in configs:
             setattr(config, _STAMP, True)
         return configs
 
-    plan_and_stamp.kvfix = _STAMP  # type: ignore[attr-defined]
     for caller in _planners():
         if getattr(caller, _FUNCTION, None) is planner:
             setattr(caller, _FUNCTION, plan_and_stamp)

@@ -7,7 +7,6 @@ nothing here runs. Copies are done when submitted: the CPU platform has no strea
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -39,10 +38,7 @@ class HostPool:
     ) -> None:
         self.rows, self.groups = rows, groups
         self.num_chunks, self.blocks_per_chunk = num_chunks, blocks_per_chunk
-        self.pool = [
-            torch.zeros((num_chunks * blocks_per_chunk, page.shape[1]), dtype=torch.int8)
-            for page in rows
-        ]
+        self.pool = [torch.zeros((num_chunks * blocks_per_chunk, page.shape[1]), dtype=torch.int8) for page in rows]
 
     def copy(self, direction: tuple[str, str], kv_side: Any, pool_side: Any) -> int:
         """Store or load the blocks of one transfer; returns the bytes copied.
@@ -111,9 +107,7 @@ class HostPool:
                 raise IndexError(message)
 
 
-def block_rows(
-    kv_caches: Any, attn_backends: Any = None
-) -> tuple[list[torch.Tensor], list[list[int]]]:
+def block_rows(kv_caches: Any, attn_backends: Any = None) -> tuple[list[torch.Tensor], list[list[int]]]:
     """The KV cache as :class:`HostPool` takes it: int8 rows of blocks, and tensor indices by group.
 
     Args:
@@ -122,7 +116,8 @@ def block_rows(
     """
     if not isinstance(kv_caches, dict):
         rows = [
-            t.tensor if t.tensor.ndim == 2 and t.tensor.dtype == torch.int8
+            t.tensor
+            if t.tensor.ndim == 2 and t.tensor.dtype == torch.int8
             else t.tensor.view(torch.int8).view(-1, t.page_size_bytes)
             for t in kv_caches.tensors
         ]
@@ -131,9 +126,7 @@ def block_rows(
     rows, seen = [], set()
     for name, tensor in kv_caches.items():
         if not isinstance(tensor, torch.Tensor):
-            raise NotImplementedError(
-                f"{name}: this vLLM offloads attention layers only, not {type(tensor).__name__}"
-            )
+            raise NotImplementedError(f"{name}: this vLLM offloads attention layers only, not {type(tensor).__name__}")
         if tensor.data_ptr() in seen:  # layers that share their KV
             continue
         seen.add(tensor.data_ptr())
@@ -181,10 +174,10 @@ class _Transfers:
 
 
 def _result(job_id: int, direction: tuple[str, str], copied: int, seconds: float) -> Any:
-    transfer_result = _releases.offload_class("TransferResult")
-    if not dataclasses.is_dataclass(transfer_result):  # to 0.15.1
+    transfer_result: Any = _releases.offload_class("TransferResult")
+    names = set(getattr(transfer_result, "__dataclass_fields__", ()))
+    if not names:  # to 0.15.1 a tuple
         return job_id, True
-    names = {field.name for field in dataclasses.fields(transfer_result)}
     values = {
         "job_id": job_id,
         "success": True,

@@ -99,9 +99,7 @@ def _read_back(fix: Fix) -> Status:
 
 def _say_summary() -> None:
     fixes = ", ".join(f"{id_} {status}" for id_, status in _statuses.items())
-    _log.once(
-        logging.INFO, f"vllm-kvfix {__version__} on vLLM {_releases.vllm_version()}: {fixes}"
-    )
+    _log.once(logging.INFO, f"vllm-kvfix {__version__} on vLLM {_releases.vllm_version()}: {fixes}")
 
 
 def _disabled_ids() -> set[str]:

@@ -37,9 +37,7 @@ def num_chunks(budget: int, row: int) -> int:
     return budget // row if row > 0 else 0
 
 
-def stock_num_chunks(
-    budget: int, page_bytes: int, num_tensors: int, world_size: int, blocks_per_chunk: int
-) -> int:
+def stock_num_chunks(budget: int, page_bytes: int, num_tensors: int, world_size: int, blocks_per_chunk: int) -> int:
     """What vLLM 0.14.0-0.19.1 computes, for comparison only.
 
     Args:

@@ -30,9 +30,7 @@ def cpu_bytes_to_use(extra_config: Any) -> int:
             raise ValueError
         budget = int(value)
     except (TypeError, ValueError):
-        raise ValueError(
-            f"cpu_bytes_to_use={value!r} {_WHERE} is not a number of bytes: {_EXAMPLE}"
-        ) from None
+        raise ValueError(f"cpu_bytes_to_use={value!r} {_WHERE} is not a number of bytes: {_EXAMPLE}") from None
     if budget <= 0:
         raise ValueError(f"cpu_bytes_to_use={value!r} {_WHERE} must be above zero: {_EXAMPLE}")
     return budget

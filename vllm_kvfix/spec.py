@@ -25,7 +25,7 @@ _ERA = _releases.spec_era(_Stock)
 _AFFECTED = offload_pool_size.recognise(_Stock).word == offload_pool_size.AFFECTED
 
 
-class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc]  # its base is whatever is installed
+class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what is installed
     """vLLM's CPU offloading spec, sized from the bytes that all KV cache tensors really take.
 
     Args:
@@ -63,9 +63,7 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc]  # its base is whate
         super().__init__(config, _as_stock_takes_it(config, kv_cache_config))
         self.kv_cache_config = kv_cache_config
         world_size = config.parallel_config.world_size
-        own_bytes = pool.bytes_per_block(
-            _releases.kv_bytes(kv_cache_config), kv_cache_config.num_blocks
-        )
+        own_bytes = pool.bytes_per_block(_releases.kv_bytes(kv_cache_config), kv_cache_config.num_blocks)
         rank_bytes = (own_bytes,) * world_size
         stock = None
         if _AFFECTED:
@@ -74,9 +72,7 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc]  # its base is whate
             stock = offload_pool_size.stock_numbers(budget, kv_cache_config, world_size, factor)
         self._check_and_say(budget, rank_bytes, stock)
 
-    def _check_and_say(
-        self, budget: int, rank_bytes: tuple[int, ...], stock: tuple[int, int] | None = None
-    ) -> None:
+    def _check_and_say(self, budget: int, rank_bytes: tuple[int, ...], stock: tuple[int, int] | None = None) -> None:
         """Refuse a budget (bytes) under one row; say what the pool is, once."""
         chunks, factor = _releases.num_chunks(self), _releases.blocks_per_chunk(self)
         row = _releases.row_bytes(self) or pool.row_bytes(rank_bytes, factor)
@@ -158,9 +154,7 @@ def _as_stock_takes_it(config: Any, kv_cache_config: Any) -> Any:
     if _AFFECTED:
         block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
         seen.kv_cache_groups = [
-            SimpleNamespace(
-                layer_names=[], kv_cache_spec=SimpleNamespace(block_size=size, page_size_bytes=1)
-            )
+            SimpleNamespace(layer_names=[], kv_cache_spec=SimpleNamespace(block_size=size, page_size_bytes=1))
             for size in block_sizes or [config.cache_config.block_size]
         ]
     if not _releases.kv_bytes(kv_cache_config):

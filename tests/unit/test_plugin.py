@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from vllm_kvfix import _imports, _log, plugin
+from vllm_kvfix import _log, plugin
 from vllm_kvfix._fix import APPLIED, FAILED, NOT_NEEDED, UNKNOWN, Status
 
 TARGET = "kvfix_target"

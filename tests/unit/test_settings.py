@@ -27,7 +27,7 @@ def test_what_cannot_be_a_budget_is_refused_by_name_and_value(value):
 
 @pytest.mark.parametrize("extra_config", [{}, {"cpu_bytes_to_use": None}])
 def test_a_missing_budget_says_what_to_write(extra_config):
-    with pytest.raises(ValueError, match='cpu_bytes_to_use is missing.*"cpu_bytes_to_use": 34359738368'):
+    with pytest.raises(ValueError, match=r'cpu_bytes_to_use is missing.*"cpu_bytes_to_use": 34359738368'):
         settings.cpu_bytes_to_use(extra_config)
 
 

@@ -14,12 +14,11 @@ Goes when: 0.26.0 is the oldest release that nobody runs any more.
 
 from __future__ import annotations
 
-import functools
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from vllm_kvfix import _releases, concurrency
-from vllm_kvfix._fix import APPLIED, NOT_NEEDED, UNKNOWN, Status
+from vllm_kvfix._fix import APPLIED, NOT_NEEDED, UNKNOWN, Status, in_place_of, original_of
 
 ID = "max-concurrency"
 TARGET = _releases.KV_CACHE_UTILS
@@ -48,27 +47,24 @@ def settle(module: ModuleType) -> Status:
 
 def holds(module: ModuleType) -> bool:
     function = getattr(module, _NAME, None)
-    return _is_ours(function) and _answers(function) == _RIGHT
+    return original_of(function) is not None and _answers(function) == _RIGHT
 
 
 def restore(module: ModuleType) -> None:
-    fixed = getattr(module, _NAME, None)
-    if _is_ours(fixed):
-        setattr(module, _NAME, fixed.__wrapped__)
+    stock = original_of(getattr(module, _NAME, None))
+    if stock is not None:
+        setattr(module, _NAME, stock)
 
 
 def _fixed(stock: Any) -> Any:
-    @functools.wraps(stock)
+    @in_place_of(stock)
     def get_max_concurrency_for_kv_cache_config(vllm_config: Any, kv_cache_config: Any) -> float:
         groups = [
             (spec.max_memory_usage_bytes(vllm_config), spec.page_size_bytes)
             for spec in (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
         ]
-        return concurrency.max_concurrency(
-            kv_cache_config.num_blocks, concurrency.blocks_per_request(groups)
-        )
+        return concurrency.max_concurrency(kv_cache_config.num_blocks, concurrency.blocks_per_request(groups))
 
-    get_max_concurrency_for_kv_cache_config.kvfix = ID  # type: ignore[attr-defined]
     return get_max_concurrency_for_kv_cache_config
 
 
@@ -101,13 +97,6 @@ def _answers(function: Any) -> Any:
 
 
 def _group(page: int, blocks: int, layers: int) -> SimpleNamespace:
-    spec = SimpleNamespace(
-        page_size_bytes=page, max_memory_usage_bytes=lambda vllm_config: page * blocks
-    )
+    spec = SimpleNamespace(page_size_bytes=page, max_memory_usage_bytes=lambda vllm_config: page * blocks)
     names = [f"layer.{i}" for i in range(layers)]
     return SimpleNamespace(layer_names=names, kv_cache_spec=spec, host_resident=False)
-
-
-def _is_ours(function: Any) -> bool:
-    return getattr(function, "kvfix", None) == ID
-

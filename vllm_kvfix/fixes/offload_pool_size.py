@@ -17,13 +17,20 @@ Goes when: 0.19.1 is the oldest release that nobody runs any more.
 
 from __future__ import annotations
 
-import functools
 import logging
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from vllm_kvfix import _log, _releases, _stock_name, pool
-from vllm_kvfix._fix import APPLIED, NOT_APPLICABLE, NOT_NEEDED, UNKNOWN, Status
+from vllm_kvfix._fix import (
+    APPLIED,
+    NOT_APPLICABLE,
+    NOT_NEEDED,
+    UNKNOWN,
+    Status,
+    in_place_of,
+    original_of,
+)
 
 ID = "offload-pool-size"
 TARGET = _releases.SPEC_FACTORY
@@ -58,12 +65,12 @@ def holds(module: ModuleType) -> bool:
 def restore(module: ModuleType) -> None:
     factory = module.OffloadingSpecFactory
     factory._registry.pop(SPEC_NAME, None)
-    loader = factory._registry.get(_releases.STOCK_SPEC)
-    if hasattr(loader, "kvfix"):
-        factory._registry[_releases.STOCK_SPEC] = loader.__wrapped__
-    create_spec = vars(factory)["create_spec"]
-    if hasattr(create_spec.__func__, "kvfix"):
-        factory.create_spec = create_spec.__func__.__wrapped__
+    stock_loader = original_of(factory._registry.get(_releases.STOCK_SPEC))
+    if stock_loader is not None:
+        factory._registry[_releases.STOCK_SPEC] = stock_loader
+    create_spec = original_of(vars(factory)["create_spec"].__func__)
+    if create_spec is not None:
+        factory.create_spec = classmethod(create_spec)
 
 
 def recognise(spec_class: Any) -> Status:
@@ -84,9 +91,7 @@ def recognise(spec_class: Any) -> Status:
     return Status(UNKNOWN, f"{_releases.STOCK_SPEC} answers {answers}, not {_KNOWN_BUG}, {_RIGHT}")
 
 
-def stock_numbers(
-    budget: int, kv_cache_config: Any, world_size: int, blocks_per_chunk: int
-) -> tuple[int, int] | None:
+def stock_numbers(budget: int, kv_cache_config: Any, world_size: int, blocks_per_chunk: int) -> tuple[int, int] | None:
     """Chunks that stock 0.14.0-0.19.1 gives the scheduler and a worker; None if it asserts.
 
     Works from either form of the config. The scheduler's form hides that a group was
@@ -111,24 +116,23 @@ def stock_numbers(
 def _let_stock_name_give_fixed(factory: Any) -> None:
     """Let the stock name give the fixed class when the operator asks by KVFIX_STOCK_SPEC."""
     stock = factory._registry[_releases.STOCK_SPEC]
-    if hasattr(stock, "kvfix"):
+    if original_of(stock) is not None:
         return
 
-    @functools.wraps(stock)
+    @in_place_of(stock)
     def loader() -> Any:
         return factory._registry[SPEC_NAME]() if _stock_name.asked() else stock()
 
-    loader.kvfix = ID  # type: ignore[attr-defined]
     factory._registry[_releases.STOCK_SPEC] = loader
 
 
 def _watch_stock_spec(factory: Any) -> None:
     """Warn when a stock spec is made whose scheduler and worker numbers differ."""
     create_spec = vars(factory)["create_spec"].__func__
-    if hasattr(create_spec, "kvfix"):
+    if original_of(create_spec) is not None:
         return
 
-    @functools.wraps(create_spec)
+    @in_place_of(create_spec)
     def create_and_warn(cls: Any, config: Any, kv_cache_config: Any) -> Any:
         with _stock_name.as_engine_core_decided(kv_cache_config):
             spec = create_spec(cls, config, kv_cache_config)
@@ -139,7 +143,6 @@ def _watch_stock_spec(factory: Any) -> None:
                 _log.logger.debug("vllm-kvfix: stock spec not judged", exc_info=True)
         return spec
 
-    create_and_warn.kvfix = ID  # type: ignore[attr-defined]
     factory.create_spec = classmethod(create_and_warn)
 
 
@@ -203,12 +206,8 @@ def _chunks(spec_class: Any, era: str, page: int, layers: tuple[int, ...], budge
             SimpleNamespace(parallel_config=SimpleNamespace(world_size=1)),
             SimpleNamespace(
                 num_blocks=num_blocks,
-                kv_cache_groups=[
-                    SimpleNamespace(kv_cache_spec=SimpleNamespace(page_size_bytes=page))
-                ],
-                kv_cache_tensors=[
-                    SimpleNamespace(size=layer * num_blocks, block_stride=0) for layer in layers
-                ],
+                kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace(page_size_bytes=page))],
+                kv_cache_tensors=[SimpleNamespace(size=layer * num_blocks, block_stride=0) for layer in layers],
             ),
         )
     return _releases.num_chunks(spec)
