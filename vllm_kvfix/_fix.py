@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 APPLIED = "applied"
@@ -13,7 +12,7 @@ NOT_APPLICABLE = "not applicable"
 DISABLED = "disabled"
 UNKNOWN = "unknown"
 FAILED = "failed"
-WAITING = "waiting"  # vLLM has not imported the module yet; settled at the moment it does
+WAITING = "waiting"  # for vLLM to import what is to be judged; settled at that moment
 
 
 class Status(NamedTuple):
@@ -30,16 +29,19 @@ class Fix(Protocol):
     """One module of ``vllm_kvfix.fixes``. It may raise: the plugin undoes and reports it."""
 
     ID: str
-    TARGET: str
-    """Name of the vLLM module that is repaired, when vLLM imports it."""
+    TARGETS: tuple[str, ...]
+    """Names of the vLLM modules it needs. It imports none of them, but waits until vLLM does."""
 
-    def settle(self, module: ModuleType) -> Status:
-        """Recognise the bug in ``module``, repair it only if it is there, and read that back."""
+    def prepare(self) -> None:
+        """What must be in place before the targets are imported."""
 
-    def holds(self, module: ModuleType) -> bool:
+    def settle(self) -> Status:
+        """Recognise the bug, repair it only if it is there; WAITING while a target is missing."""
+
+    def holds(self) -> bool:
         """Whether the repair is what vLLM would call now."""
 
-    def restore(self, module: ModuleType) -> None:
+    def restore(self) -> None:
         """Put vLLM's own code back; harmless when nothing was changed."""
 
 

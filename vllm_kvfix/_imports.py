@@ -17,10 +17,12 @@ _waiting: dict[str, list[Callback]] = {}
 
 
 def when_imported(name: str, callback: Callback) -> None:
-    """Call ``callback(module)`` once, right after the import of ``name``, which is still to come.
+    """Call ``callback(module)`` once, right after the import of ``name``, if that is still to come.
 
     ``callback`` runs inside that import statement and must not raise.
     """
+    if name in sys.modules:
+        return
     _waiting.setdefault(name, []).append(callback)
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)

@@ -59,6 +59,12 @@ def name_of(thing: Any) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
+def imported_stock_spec() -> Any:
+    """The installed ``CPUOffloadingSpec`` if vLLM has imported it, else None."""
+    modules = [sys.modules.get(name) for name in STOCK_SPEC_MODULES]
+    return next((getattr(m, STOCK_SPEC) for m in modules if hasattr(m, STOCK_SPEC)), None)
+
+
 def stock_spec_class() -> Any:
     """The installed ``CPUOffloadingSpec``.
 

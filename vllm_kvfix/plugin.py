@@ -11,10 +11,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import sys
 from types import ModuleType
 
-from vllm_kvfix import __version__, _imports, _log, _releases, _stock_name
+from vllm_kvfix import __version__, _imports, _log, _releases
 from vllm_kvfix._fix import APPLIED, DISABLED, FAILED, UNKNOWN, WAITING, Fix, Status
 from vllm_kvfix.fixes import max_concurrency, offload_pool_size
 
@@ -26,7 +25,7 @@ _statuses: dict[str, Status] = {}
 def register() -> None:
     """Repair what the installed vLLM needs, and say in one line what was done. Never raises.
 
-    May be called any number of times. A fix whose vLLM module is not imported yet waits for it.
+    May be called any number of times. A fix whose vLLM modules are not imported yet waits for them.
     """
     try:
         _log.find_role()
@@ -34,16 +33,15 @@ def register() -> None:
         if not new:
             return
         disabled = _disabled_ids()
-        if offload_pool_size.ID not in disabled:
-            _stock_name.carry()
         for fix in new:
             if fix.ID in disabled:
                 _statuses[fix.ID] = Status(DISABLED, "by KVFIX_DISABLE")
-            elif fix.TARGET in sys.modules:
-                _statuses[fix.ID] = _settle(fix, sys.modules[fix.TARGET])
-            else:
-                _statuses[fix.ID] = Status(WAITING, f"until vLLM imports {fix.TARGET}")
-                _imports.when_imported(fix.TARGET, functools.partial(_settle_late, fix))
+                continue
+            fix.prepare()
+            _statuses[fix.ID] = _settle(fix)
+            if _statuses[fix.ID].word == WAITING:
+                for target in fix.TARGETS:
+                    _imports.when_imported(target, functools.partial(_settle_late, fix))
         _say_summary()
     except Exception:
         _log.logger.warning("vllm-kvfix could not start; vLLM runs as it was", exc_info=True)
@@ -53,10 +51,7 @@ def restore() -> None:
     """Put vLLM's own code back and forget every status; :func:`register` may follow."""
     _imports.forget()
     for fix in FIXES:
-        module = sys.modules.get(fix.TARGET)
-        if module is not None:
-            fix.restore(module)
-    _stock_name.restore()
+        fix.restore()
     _statuses.clear()
     _log.forget()
 
@@ -66,17 +61,17 @@ def statuses() -> dict[str, Status]:
     return {fix.ID: _read_back(fix) for fix in FIXES if fix.ID in _statuses}
 
 
-def _settle(fix: Fix, module: ModuleType) -> Status:
-    """Settle one fix on its imported module; whatever goes wrong, leave vLLM as it was."""
+def _settle(fix: Fix) -> Status:
+    """Settle one fix; whatever goes wrong, leave vLLM as it was and say so."""
     try:
-        status = fix.settle(module)
-        if status.word == APPLIED and not fix.holds(module):
+        status = fix.settle()
+        if status.word == APPLIED and not fix.holds():
             status = Status(FAILED, "vLLM does not call the repaired code")
     except Exception as error:
         status = Status(FAILED, f"{type(error).__name__}: {error}")
     if status.word == FAILED:
         try:
-            fix.restore(module)
+            fix.restore()
         except Exception as error:
             status = Status(FAILED, f"{status.why}; undoing it: {type(error).__name__}: {error}")
     if status.word in (FAILED, UNKNOWN):
@@ -85,14 +80,16 @@ def _settle(fix: Fix, module: ModuleType) -> Status:
 
 
 def _settle_late(fix: Fix, module: ModuleType) -> None:
-    """The same, at the moment vLLM imports the module: runs inside vLLM's import statement."""
-    _statuses[fix.ID] = _settle(fix, module)
-    _say_summary()
+    """The same, at the moment vLLM has imported a target: runs inside vLLM's import statement."""
+    if _statuses[fix.ID].word == WAITING:
+        _statuses[fix.ID] = _settle(fix)
+        if _statuses[fix.ID].word != WAITING:
+            _say_summary()
 
 
 def _read_back(fix: Fix) -> Status:
     status = _statuses[fix.ID]
-    if status.word == APPLIED and not fix.holds(sys.modules[fix.TARGET]):
+    if status.word == APPLIED and not fix.holds():
         return Status(FAILED, "replaced by somebody else since")
     return status
 
@@ -104,7 +101,7 @@ def _say_summary() -> None:
 
 def _disabled_ids() -> set[str]:
     """Fix ids that ``KVFIX_DISABLE`` turns off; a word that is no id is named in a WARNING."""
-    words = {word.strip() for word in os.environ.get("KVFIX_DISABLE", "").split(",")} - {""}
+    words = {word.strip().lower() for word in os.environ.get("KVFIX_DISABLE", "").split(",")} - {""}
     known = {fix.ID for fix in FIXES}
     unknown = words - known - {"all"}
     if unknown:

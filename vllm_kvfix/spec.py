@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
-from vllm_kvfix import _log, _releases, hostcopy, pool, settings
+from vllm_kvfix import _log, _releases, _stock_name, hostcopy, pool, settings
 from vllm_kvfix.fixes import offload_pool_size
 
 _Stock = _releases.stock_spec_class()
@@ -52,6 +52,7 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
             copies = 1 if getattr(self, "replicated_layout", False) else config.parallel.world_size
             self._check_and_say(budget, (config.worker_kv_bytes_per_block,) * copies)
             self._say_mla_copies(config)
+            _warn_of_stages(config.parallel.pp_size)
         else:
             self._init_from_kv_cache_config(config, kv_cache_config)
 
@@ -67,10 +68,13 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
         rank_bytes = (own_bytes,) * world_size
         stock = None
         if _AFFECTED:
+            if _chosen_by_stock_name(extra_config):
+                _stock_name.refuse_disagreement(kv_cache_config, fixed=True)
             factor = _releases.blocks_per_chunk(self)
             self.num_blocks = pool.num_chunks(budget, pool.row_bytes(rank_bytes, factor))
             stock = offload_pool_size.stock_numbers(budget, kv_cache_config, world_size, factor)
         self._check_and_say(budget, rank_bytes, stock)
+        _warn_of_stages(config.parallel_config.pipeline_parallel_size)
 
     def _check_and_say(self, budget: int, rank_bytes: tuple[int, ...], stock: tuple[int, int] | None = None) -> None:
         """Refuse a budget (bytes) under one row; say what the pool is, once."""
@@ -88,7 +92,7 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
         text = (
             f"vllm-kvfix: CPU pool of {chunks:,} chunks, {len(rank_bytes)} rank(s) x "
             f"{_human(rank_bytes[0] * factor)} each: {_human(used)}, {100 * used / budget:.1f}% of "
-            f"cpu_bytes_to_use={budget}, up to {_tokens(self, chunks * factor):,} tokens"
+            f"the {_human(budget)} in cpu_bytes_to_use, up to {_tokens(self, chunks * factor):,} tokens"
         )
         if stock is not None and stock != (chunks, chunks):
             text += (
@@ -142,6 +146,16 @@ def _checked_budget(extra_config: Any) -> int:
             '"spec_name": "TieringOffloadingSpec", which vLLM has from 0.22.0'
         )
     return settings.cpu_bytes_to_use(extra_config)
+
+
+def _warn_of_stages(pipeline_parallel_size: int) -> None:
+    if pipeline_parallel_size > 1:
+        _log.once(
+            logging.WARNING,
+            f"vllm-kvfix: {pipeline_parallel_size} pipeline stages: where they keep different KV "
+            "bytes a block, the scheduler and the ranks still count different pools, which is not "
+            "repaired here (https://github.com/vllm-project/vllm/issues/50821); keep stages equal",
+        )
 
 
 def _as_stock_takes_it(config: Any, kv_cache_config: Any) -> Any:

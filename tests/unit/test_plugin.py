@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from vllm_kvfix import _log, plugin
-from vllm_kvfix._fix import APPLIED, FAILED, NOT_NEEDED, UNKNOWN, Status
+from vllm_kvfix._fix import APPLIED, FAILED, NOT_NEEDED, UNKNOWN, WAITING, Status
 
 TARGET = "kvfix_target"
 
@@ -17,9 +17,15 @@ TARGET = "kvfix_target"
 class Example:
     """A fix of the attribute ``number`` of a module: 1 is the bug, 2 is right."""
 
-    ID, TARGET = "example", TARGET
+    ID, TARGETS = "example", (TARGET,)
 
-    def settle(self, module):
+    def prepare(self):
+        pass
+
+    def settle(self):
+        module = sys.modules.get(TARGET)
+        if module is None:
+            return Status(WAITING, "until it is imported")
         if module.number == 2:
             return Status(NOT_NEEDED, "right since 1.0")
         if module.number != 1:
@@ -27,11 +33,12 @@ class Example:
         module.number = 2
         return Status(APPLIED, "")
 
-    def holds(self, module):
-        return module.number == 2
+    def holds(self):
+        return sys.modules[TARGET].number == 2
 
-    def restore(self, module):
-        module.number = 1
+    def restore(self):
+        if TARGET in sys.modules:
+            sys.modules[TARGET].number = 1
 
 
 @pytest.fixture
@@ -119,13 +126,13 @@ def test_a_module_that_is_not_imported_yet_is_repaired_when_it_is(monkeypatch, t
 
 @pytest.mark.parametrize("step", ["settle", "holds", "restore"])
 def test_a_fix_that_raises_leaves_the_module_as_it_was(monkeypatch, target, log, step):
-    def boom(self, module):
+    def boom(self):
         raise RuntimeError("boom")
 
     bad = type("Bad", (Example,), {step: boom, "ID": "bad"})()
     if step == "restore":
-        monkeypatch.setattr(Example, "holds", lambda self, module: False)
-    use(monkeypatch, bad, type("Good", (Example,), {"settle": lambda self, module: Status(UNKNOWN, "odd")})())
+        monkeypatch.setattr(Example, "holds", lambda self: False)
+    use(monkeypatch, bad, type("Good", (Example,), {"settle": lambda self: Status(UNKNOWN, "odd")})())
     plugin.register()
     assert plugin.statuses()["bad"].word == FAILED
     assert "boom" in plugin.statuses()["bad"].why
@@ -137,7 +144,7 @@ def test_a_fix_that_raises_leaves_the_module_as_it_was(monkeypatch, target, log,
 
 
 def test_a_fix_that_does_not_hold_is_not_called_applied(monkeypatch, target):
-    monkeypatch.setattr(Example, "holds", lambda self, module: False)
+    monkeypatch.setattr(Example, "holds", lambda self: False)
     use(monkeypatch, Example())
     plugin.register()
     assert plugin.statuses()["example"].word == FAILED

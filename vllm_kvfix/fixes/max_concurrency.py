@@ -14,14 +14,15 @@ Goes when: 0.26.0 is the oldest release that nobody runs any more.
 
 from __future__ import annotations
 
-from types import ModuleType, SimpleNamespace
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 from vllm_kvfix import _releases, concurrency
-from vllm_kvfix._fix import APPLIED, NOT_NEEDED, UNKNOWN, Status, in_place_of, original_of
+from vllm_kvfix._fix import APPLIED, NOT_NEEDED, UNKNOWN, WAITING, Status, in_place_of, original_of
 
 ID = "max-concurrency"
-TARGET = _releases.KV_CACHE_UTILS
+TARGETS: tuple[str, ...] = (_releases.KV_CACHE_UTILS,)
 
 _NAME = "get_max_concurrency_for_kv_cache_config"
 
@@ -30,10 +31,17 @@ _RIGHT = (10.0, 5.0, 5.0)
 _KNOWN_BUG = (10.0, 8.0, 2.0)
 
 
-def settle(module: ModuleType) -> Status:
+def prepare() -> None:
+    """Nothing: every caller looks the function up when it calls it."""
+
+
+def settle() -> Status:
+    module = sys.modules.get(_releases.KV_CACHE_UTILS)
+    if module is None:
+        return Status(WAITING, f"until vLLM imports {_releases.KV_CACHE_UTILS}")
     stock = getattr(module, _NAME, None)
     if stock is None:
-        return Status(UNKNOWN, f"{TARGET} has no {_NAME}")
+        return Status(UNKNOWN, f"{_releases.KV_CACHE_UTILS} has no {_NAME}")
     answers = _answers(stock)
     if answers == _RIGHT:
         return Status(NOT_NEEDED, "right since 0.27.0, vLLM #48317")
@@ -45,12 +53,13 @@ def settle(module: ModuleType) -> Status:
     return Status(APPLIED, "")
 
 
-def holds(module: ModuleType) -> bool:
-    function = getattr(module, _NAME, None)
+def holds() -> bool:
+    function = getattr(sys.modules.get(_releases.KV_CACHE_UTILS), _NAME, None)
     return original_of(function) is not None and _answers(function) == _RIGHT
 
 
-def restore(module: ModuleType) -> None:
+def restore() -> None:
+    module = sys.modules.get(_releases.KV_CACHE_UTILS)
     stock = original_of(getattr(module, _NAME, None))
     if stock is not None:
         setattr(module, _NAME, stock)

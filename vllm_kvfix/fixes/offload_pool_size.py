@@ -18,22 +18,24 @@ Goes when: 0.19.1 is the oldest release that nobody runs any more.
 from __future__ import annotations
 
 import logging
+import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from vllm_kvfix import _log, _releases, _stock_name, pool
+from vllm_kvfix import _imports, _log, _releases, _stock_name, pool
 from vllm_kvfix._fix import (
     APPLIED,
     NOT_APPLICABLE,
     NOT_NEEDED,
     UNKNOWN,
+    WAITING,
     Status,
     in_place_of,
     original_of,
 )
 
 ID = "offload-pool-size"
-TARGET = _releases.SPEC_FACTORY
+TARGETS: tuple[str, ...] = (_releases.SPEC_FACTORY, *_releases.STOCK_SPEC_MODULES)
 SPEC_NAME = "FixedCPUOffloadingSpec"
 AFFECTED = "affected"
 
@@ -42,35 +44,48 @@ _RIGHT = (150, 100)
 _KNOWN_BUG = (150, 50)
 
 
-def settle(module: ModuleType) -> Status:
-    factory = module.OffloadingSpecFactory
-    if SPEC_NAME not in factory._registry:
-        factory.register_spec(SPEC_NAME, "vllm_kvfix.spec", SPEC_NAME)
-    verdict = recognise(_releases.stock_spec_class())
-    if verdict.word == AFFECTED or _stock_name.asked():
-        _let_stock_name_give_fixed(factory)
+def prepare() -> None:
+    """Offer our name as soon as vLLM imports its factory, before anybody can ask for it."""
+    _stock_name.carry()
+    module = sys.modules.get(_releases.SPEC_FACTORY)
+    if module is not None:
+        _offer_names(module)
+    else:
+        _imports.when_imported(_releases.SPEC_FACTORY, _offer_names)
+
+
+def settle() -> Status:
+    factory, stock = _factory(), _releases.imported_stock_spec()
+    if factory is None or stock is None:
+        return Status(WAITING, "until vLLM makes an offloading spec")
+    loader = factory._registry.get(SPEC_NAME)
+    if not _is_ours(loader):
+        return Status(UNKNOWN, f"the spec name {SPEC_NAME} is {_releases.name_of(loader)}")
+    verdict = recognise(stock)
     if verdict.word != AFFECTED:
         return verdict
-    _watch_stock_spec(factory)
+    _watch_stock_spec(stock)
     return Status(APPLIED, f"spec {SPEC_NAME}")
 
 
-def holds(module: ModuleType) -> bool:
-    from vllm_kvfix.spec import FixedCPUOffloadingSpec
-
-    loader = module.OffloadingSpecFactory._registry.get(SPEC_NAME)
-    return loader is not None and loader() is FixedCPUOffloadingSpec
+def holds() -> bool:
+    factory = _factory()
+    return factory is not None and _is_ours(factory._registry.get(SPEC_NAME))
 
 
-def restore(module: ModuleType) -> None:
-    factory = module.OffloadingSpecFactory
-    factory._registry.pop(SPEC_NAME, None)
-    stock_loader = original_of(factory._registry.get(_releases.STOCK_SPEC))
-    if stock_loader is not None:
-        factory._registry[_releases.STOCK_SPEC] = stock_loader
-    create_spec = original_of(vars(factory)["create_spec"].__func__)
-    if create_spec is not None:
-        factory.create_spec = classmethod(create_spec)
+def restore() -> None:
+    _stock_name.restore()
+    factory, stock = _factory(), _releases.imported_stock_spec()
+    if factory is not None:
+        if _is_ours(factory._registry.get(SPEC_NAME)):
+            del factory._registry[SPEC_NAME]
+        stock_loader = original_of(factory._registry.get(_releases.STOCK_SPEC))
+        if stock_loader is not None:
+            factory._registry[_releases.STOCK_SPEC] = stock_loader
+    if stock is not None:
+        init = original_of(stock.__init__)
+        if init is not None:
+            stock.__init__ = init
 
 
 def recognise(spec_class: Any) -> Status:
@@ -113,54 +128,87 @@ def stock_numbers(budget: int, kv_cache_config: Any, world_size: int, blocks_per
     )
 
 
-def _let_stock_name_give_fixed(factory: Any) -> None:
-    """Let the stock name give the fixed class when the operator asks by KVFIX_STOCK_SPEC."""
-    stock = factory._registry[_releases.STOCK_SPEC]
-    if original_of(stock) is not None:
-        return
-
-    @in_place_of(stock)
-    def loader() -> Any:
-        return factory._registry[SPEC_NAME]() if _stock_name.asked() else stock()
-
-    factory._registry[_releases.STOCK_SPEC] = loader
+def _factory() -> Any:
+    module = sys.modules.get(_releases.SPEC_FACTORY)
+    return getattr(module, "OffloadingSpecFactory", None)
 
 
-def _watch_stock_spec(factory: Any) -> None:
+def _is_ours(loader: Any) -> bool:
+    return bool(getattr(loader, "kvfix", False))
+
+
+def _offer_names(module: ModuleType) -> None:
+    """Register our name, and let it stand behind the stock name if the operator asks for that."""
+    try:
+        registry = module.OffloadingSpecFactory._registry
+        if SPEC_NAME not in registry:
+            module.OffloadingSpecFactory.register_spec(SPEC_NAME, "vllm_kvfix.spec", SPEC_NAME)
+            registry[SPEC_NAME].kvfix = True
+        if not _stock_name.asked():
+            return
+        stock = registry[_releases.STOCK_SPEC]
+        if _is_ours(stock):
+            return
+        if not _releases.is_vllms_own(stock, module):
+            name = f"the loader of {_releases.STOCK_SPEC}"
+            _say_not_stacked(name, stock, "KVFIX_STOCK_SPEC does nothing")
+            return
+        registry[_releases.STOCK_SPEC] = in_place_of(stock)(lambda: registry[SPEC_NAME]())
+    except Exception as error:
+        _log.once(
+            logging.WARNING,
+            f"vllm-kvfix: spec {SPEC_NAME} could not be offered to vLLM ({type(error).__name__}: {error})",
+        )
+
+
+def _watch_stock_spec(stock: Any) -> None:
     """Warn when a stock spec is made whose scheduler and worker numbers differ."""
-    create_spec = vars(factory)["create_spec"].__func__
-    if original_of(create_spec) is not None:
+    init = stock.__init__
+    if original_of(init) is not None:
+        return
+    if not _releases.is_vllms_own(init, sys.modules[stock.__module__]):
+        name = f"constructor of {_releases.STOCK_SPEC}"
+        _say_not_stacked(f"the {name}", init, "a stock spec gets no warning")
         return
 
-    @in_place_of(create_spec)
-    def create_and_warn(cls: Any, config: Any, kv_cache_config: Any) -> Any:
-        with _stock_name.as_engine_core_decided(kv_cache_config):
-            spec = create_spec(cls, config, kv_cache_config)
-        if type(spec) is _releases.stock_spec_class():
+    @in_place_of(init)
+    def init_and_warn(self: Any, vllm_config: Any, kv_cache_config: Any) -> None:
+        init(self, vllm_config, kv_cache_config)
+        if type(self) is stock:
+            _stock_name.refuse_disagreement(kv_cache_config, fixed=False)
             try:
-                _warn_if_numbers_differ(spec, config, kv_cache_config)
+                _warn_if_numbers_differ(self, vllm_config, kv_cache_config)
             except Exception:
                 _log.logger.debug("vllm-kvfix: stock spec not judged", exc_info=True)
-        return spec
 
-    factory.create_spec = classmethod(create_and_warn)
+    stock.__init__ = init_and_warn
+
+
+def _say_not_stacked(what: str, taker: Any, effect: str) -> None:
+    name = _releases.name_of(taker)
+    _log.once(logging.WARNING, f"vllm-kvfix: {what} is {name}, not vLLM's own: {effect}")
 
 
 def _warn_if_numbers_differ(spec: Any, config: Any, kv_cache_config: Any) -> None:
-    numbers = stock_numbers(
-        int(spec.extra_config["cpu_bytes_to_use"]),
-        kv_cache_config,
-        config.parallel_config.world_size,
-        _releases.blocks_per_chunk(spec),
-    )
+    budget = int(spec.extra_config["cpu_bytes_to_use"])
+    ranks, factor = config.parallel_config.world_size, _releases.blocks_per_chunk(spec)
+    numbers = stock_numbers(budget, kv_cache_config, ranks, factor)
     if numbers is None or numbers[0] == numbers[1]:
         return
     scheduler, worker = numbers
-    harm = "stores past the worker's pool, out of bounds" if scheduler > worker else "wastes it"
+    own = pool.bytes_per_block(_releases.kv_bytes(kv_cache_config), kv_cache_config.num_blocks)
+    right = pool.num_chunks(budget, pool.row_bytes((own,) * ranks, factor))
+    if _log.in_helper() and (scheduler != right or config.parallel_config.rank > 0):
+        return  # the scheduler's number shows the difference too: EngineCore says it, once
+    harm = (
+        "the scheduler will hand out chunks that the worker does not have, and a store will write out of bounds"
+        if scheduler > worker
+        else "most of the pool is never used"
+    )
     _log.once(
         logging.WARNING,
-        f"vllm-kvfix: {_releases.STOCK_SPEC} gives the scheduler {scheduler} chunks and the worker "
-        f"{worker} (vLLM #39617): this server {harm}. Write "
+        f"vllm-kvfix: {_releases.STOCK_SPEC} gives the scheduler {scheduler:,} chunks and the "
+        f"worker {worker:,}, where {right:,} fit: {harm} (vLLM #39617). Write "
         f'"spec_name": "{SPEC_NAME}" in kv_connector_extra_config, or set KVFIX_STOCK_SPEC=1',
     )
 
