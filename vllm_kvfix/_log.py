@@ -18,22 +18,32 @@ logger = logging.getLogger("vllm.kvfix")
 
 _said: set[str] = set()
 _in_helper = False
+_will_offload = False
 
 
 def find_role() -> None:
     """Note what this process is, by who called us."""
-    global _in_helper
+    global _in_helper, _will_offload
     frame = sys._getframe(1)
-    while frame.f_back is not None and not _in_helper:
+    while frame.f_back is not None:
         spec_name = getattr(frame.f_globals.get("__spec__"), "name", None)  # under `python -m` too
         names = (frame.f_globals.get("__name__"), spec_name)
-        _in_helper = any(name in _releases.HELPER_MODULES for name in names)
+        if any(name in _releases.HELPER_MODULES for name in names):
+            _in_helper = True
+        if _releases.ENGINE_CORE in names and frame.f_code.co_name == "__init__":
+            config = getattr(frame.f_locals.get("vllm_config"), "kv_transfer_config", None)
+            _will_offload = getattr(config, "kv_connector", None) == _releases.CONNECTOR
         frame = frame.f_back
 
 
 def in_helper() -> bool:
     """Whether this process is a worker, or the one that inspects a model class."""
     return _in_helper
+
+
+def will_offload() -> bool:
+    """Whether this is an EngineCore that is about to make an offloading spec."""
+    return _will_offload
 
 
 def once(level: int, message: str) -> None:
@@ -43,7 +53,7 @@ def once(level: int, message: str) -> None:
     _said.add(message)
     if level > logging.INFO:
         logger.log(level, message)
-    elif _in_helper:
+    elif level < logging.INFO or _in_helper:
         logger.debug(message)
     elif logger.hasHandlers():
         logger.info(message)

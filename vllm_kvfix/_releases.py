@@ -14,8 +14,10 @@ from typing import Any
 
 KV_CACHE_UTILS = "vllm.v1.core.kv_cache_utils"
 SPEC_FACTORY = "vllm.v1.kv_offload.factory"
+ENGINE_CORE = "vllm.v1.engine.core"
+CONNECTOR = "OffloadingConnector"
 # get_kv_cache_configs() is defined in one module and bound by name in another, 0.14.0-0.19.1.
-PLANNER_CALLERS = (KV_CACHE_UTILS, "vllm.v1.engine.core")
+PLANNER_CALLERS = (KV_CACHE_UTILS, ENGINE_CORE)
 STOCK_SPEC = "CPUOffloadingSpec"
 STOCK_SPEC_MODULES = (
     "vllm.v1.kv_offload.cpu.spec",  # from 0.19.0

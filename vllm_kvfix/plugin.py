@@ -42,7 +42,10 @@ def register() -> None:
             if _statuses[fix.ID].word == WAITING:
                 for target in fix.TARGETS:
                     _imports.when_imported(target, functools.partial(_settle_late, fix))
-        _say_summary()
+        # A line that will be said again, when the rest is settled, is for DEBUG.
+        words = {status.word for status in _statuses.values()}
+        early = words == {WAITING} or (WAITING in words and _log.will_offload())
+        _say_summary(logging.DEBUG if early else logging.INFO)
     except Exception:
         _log.logger.warning("vllm-kvfix could not start; vLLM runs as it was", exc_info=True)
 
@@ -84,7 +87,7 @@ def _settle_late(fix: Fix, module: ModuleType) -> None:
     if _statuses[fix.ID].word == WAITING:
         _statuses[fix.ID] = _settle(fix)
         if _statuses[fix.ID].word != WAITING:
-            _say_summary()
+            _say_summary(logging.INFO)
 
 
 def _read_back(fix: Fix) -> Status:
@@ -94,9 +97,9 @@ def _read_back(fix: Fix) -> Status:
     return status
 
 
-def _say_summary() -> None:
+def _say_summary(level: int) -> None:
     fixes = ", ".join(f"{id_} {status}" for id_, status in _statuses.items())
-    _log.once(logging.INFO, f"vllm-kvfix {__version__} on vLLM {_releases.vllm_version()}: {fixes}")
+    _log.once(level, f"vllm-kvfix {__version__} on vLLM {_releases.vllm_version()}: {fixes}")
 
 
 def _disabled_ids() -> set[str]:

@@ -60,6 +60,7 @@ def fresh(monkeypatch):
     yield
     monkeypatch.undo()
     plugin.restore()
+    sys.modules.pop(TARGET, None)
 
 
 @pytest.fixture
@@ -102,6 +103,24 @@ def test_a_worker_says_it_at_debug(monkeypatch, target, log):
     assert [r.levelname for r in log] == ["DEBUG"]
 
 
+def test_an_engine_core_that_will_offload_speaks_when_all_is_settled(monkeypatch, tmp_path, log):
+    """Its offloading spec is still to come, and then the one line says how everything stands."""
+    (tmp_path / f"{TARGET}.py").write_text("number = 1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(_log, "_will_offload", False)
+    other = type("Other", (Example,), {"ID": "other", "settle": lambda self: Status(NOT_NEEDED, "")})()
+    use(monkeypatch, Example(), other)
+    connector = SimpleNamespace(kv_connector="OffloadingConnector")
+    caller = {"__name__": "vllm.v1.engine.core", "register": plugin.register}
+    exec("def __init__(vllm_config): register()", caller)
+    caller["__init__"](SimpleNamespace(kv_transfer_config=connector))
+    assert [r.levelname for r in log] == ["DEBUG"]
+    importlib.import_module(TARGET)
+    assert [(r.levelname, r.getMessage().split(": ")[1]) for r in log[1:]] == [
+        ("INFO", "example applied, other not needed")
+    ]
+
+
 def test_a_model_inspection_process_says_it_at_debug(monkeypatch, target, log):
     use(monkeypatch, Example())
     spec = SimpleNamespace(name="vllm.model_executor.models.registry")
@@ -118,7 +137,7 @@ def test_a_module_that_is_not_imported_yet_is_repaired_when_it_is(monkeypatch, t
     plugin.register()
     assert plugin.statuses()["example"].word == "waiting"
     assert TARGET not in sys.modules
-    monkeypatch.setitem(sys.modules, TARGET, importlib.import_module(TARGET))
+    importlib.import_module(TARGET)
     assert sys.modules[TARGET].number == 2
     assert plugin.statuses()["example"].word == APPLIED
     assert log[-1].getMessage().endswith("example applied")

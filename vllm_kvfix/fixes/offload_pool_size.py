@@ -57,7 +57,7 @@ def prepare() -> None:
 def settle() -> Status:
     factory, stock = _factory(), _releases.imported_stock_spec()
     if factory is None or stock is None:
-        return Status(WAITING, "until vLLM makes an offloading spec")
+        return Status(WAITING, "until EngineCore makes an offloading spec")
     loader = factory._registry.get(SPEC_NAME)
     if not _is_ours(loader):
         return Status(UNKNOWN, f"the spec name {SPEC_NAME} is {_releases.name_of(loader)}")
