@@ -28,6 +28,16 @@ def when_imported(name: str, callback: Callback) -> None:
         sys.meta_path.insert(0, _finder)
 
 
+def drop(callback: Callback) -> None:
+    """Do not call ``callback`` any more, whatever is imported."""
+    for name, callbacks in list(_waiting.items()):
+        _waiting[name] = [other for other in callbacks if other is not callback]
+        if not _waiting[name]:
+            del _waiting[name]
+    if not _waiting and _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+
+
 def forget() -> None:
     """Wait for nothing any more."""
     _waiting.clear()

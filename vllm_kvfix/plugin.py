@@ -8,7 +8,6 @@ Switches, read from the environment of the process:
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from types import ModuleType
@@ -40,8 +39,9 @@ def register() -> None:
             fix.prepare()
             _statuses[fix.ID] = _settle(fix)
             if _statuses[fix.ID].word == WAITING:
+                settle_late = _settle_late(fix)
                 for target in fix.TARGETS:
-                    _imports.when_imported(target, functools.partial(_settle_late, fix))
+                    _imports.when_imported(target, settle_late)
         # A line that will be said again, when the rest is settled, is for DEBUG.
         words = {status.word for status in _statuses.values()}
         early = words == {WAITING} or (WAITING in words and _log.will_offload())
@@ -82,12 +82,16 @@ def _settle(fix: Fix) -> Status:
     return status
 
 
-def _settle_late(fix: Fix, module: ModuleType) -> None:
+def _settle_late(fix: Fix) -> _imports.Callback:
     """The same, at the moment vLLM has imported a target: runs inside vLLM's import statement."""
-    if _statuses[fix.ID].word == WAITING:
+
+    def settle_late(module: ModuleType) -> None:
         _statuses[fix.ID] = _settle(fix)
         if _statuses[fix.ID].word != WAITING:
+            _imports.drop(settle_late)
             _say_summary(logging.INFO)
+
+    return settle_late
 
 
 def _read_back(fix: Fix) -> Status:

@@ -53,3 +53,15 @@ def test_a_module_that_does_not_exist_stays_missing():
     _imports.when_imported("kvfix_no_such_module", lambda module: None)
     with pytest.raises(ModuleNotFoundError, match="kvfix_no_such_module"):
         importlib.import_module("kvfix_no_such_module")
+
+
+def test_who_waits_no_longer_is_not_called(module_file):
+    module_file.write_text("")
+    calls = []
+    _imports.when_imported("kvfix_example", calls.append)
+    _imports.when_imported("kvfix_no_such_module", calls.append)
+    append = calls.append
+    _imports.when_imported("kvfix_example", append)
+    _imports.drop(append)
+    importlib.import_module("kvfix_example")
+    assert len(calls) == 1
