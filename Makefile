@@ -1,4 +1,5 @@
-# `make env RELEASE=0.19.1` and `make engine-env RELEASE=0.19.1` print, as their last line, a Python interpreter.
+# `make env RELEASE=0.19.1` and `make engine-env RELEASE=0.19.1` print, as their last line, a Python interpreter
+# (from another folder: make -s -C FOLDER env).
 # Everything is set up on first use and cached in $KVFIX_CACHE (default ~/.cache/vllm-kvfix); see tools/envs.py.
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := test

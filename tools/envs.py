@@ -6,7 +6,7 @@
 
 Three layers, all under $KVFIX_CACHE (default ~/.cache/vllm-kvfix), each made once and reused:
 
-    venvs/      one venv for each lock file; the name carries a hash of the lock's content
+    venvs/      one venv for each lock file; the name carries a hash of its pins
     releases/   the Python files of each vLLM wheel; full/ has whole wheels
     envs/       a thin interpreter for each (release, kind, checkout) that puts the checkout, the release and the venv,
                 in this order, on sys.path, so that processes started from it see the same without PYTHONPATH
@@ -17,8 +17,8 @@ The last line of standard output is the path of the interpreter; progress goes t
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
+import functools
 import hashlib
 import os
 import platform
@@ -44,9 +44,6 @@ ENGINES = [  # first release, last release, lock
 ]
 # Python files alone are content with one torch, whatever their release.
 CONTRACT = "torch213"
-
-# Shared libraries that torch and the wheels expect from the system, and the Debian packages that have them.
-LIBRARIES = {"libnuma.so.1": "libnuma1"}
 
 
 class Failure(Exception):
@@ -113,6 +110,7 @@ def write(path: Path, text: str) -> None:
 # --- the system -------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def python311() -> str:
     """Find a Python 3.11: the one that the lock files were made with."""
     for name in ("python3.11", "python3", sys.executable):
@@ -125,19 +123,13 @@ def python311() -> str:
     )
 
 
-def loads(library: str) -> bool:
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True
+def runs(code: str) -> bool:
+    return subprocess.run([python311(), "-c", code], capture_output=True).returncode == 0
 
 
-def system_packages() -> None:
-    """Install what the system lacks, or say what to install."""
-    missing = [package for library, package in LIBRARIES.items() if not loads(library)]
-    if subprocess.run([python311(), "-c", "import ensurepip, venv"], capture_output=True).returncode:
-        missing.append("python3.11-venv")
+def require(packages: dict[str, bool]) -> None:
+    """Given Debian packages and whether what they bring is here, install those that are not here, or say which."""
+    missing = [package for package, here in packages.items() if not here]
     if not missing:
         return
     install = ["apt-get", "install", "--yes", "--no-install-recommends", *missing]
@@ -149,6 +141,17 @@ def system_packages() -> None:
         run(*install, DEBIAN_FRONTEND="noninteractive")
 
 
+def require_for_engines() -> None:
+    """vLLM's compiled code is linked with libnuma, and CPU workers have torch compile C++ that includes Python.h."""
+    require(
+        {
+            "libnuma1": runs("import ctypes; ctypes.CDLL('libnuma.so.1')"),
+            "g++": bool(shutil.which("g++")),
+            "python3.11-dev": runs("import sysconfig as s; open(s.get_path('include') + '/Python.h')"),
+        }
+    )
+
+
 # --- layer 1: one venv for each lock file -----------------------------------------------------------------------------
 
 PIP_PROGRESS = r"Downloading \S+ \([\d.]+ [MG]B\)|Building|Installing collected|ERROR"
@@ -157,15 +160,15 @@ PIP_PROGRESS = r"Downloading \S+ \([\d.]+ [MG]B\)|Building|Installing collected|
 def venv(lock: str) -> Path:
     """Make the venv of a lock file, or find it made; return its folder."""
     path = LOCKS / f"{lock}.lock"
-    text = path.read_text()
-    home = CACHE / "venvs" / f"{lock}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    title, *pins = path.read_text().splitlines()
+    home = CACHE / "venvs" / f"{lock}-{hashlib.sha256(chr(10).join(pins).encode()).hexdigest()[:12]}"
     stamp = home / ".complete"  # written last: a venv without it is half made, and a venv can't be moved into place
     with locked(home.name):
         if not (stamp.exists() and (home / "bin/python").exists()):
-            system_packages()
+            require({"python3.11-venv": runs("import ensurepip, venv")})
             shutil.rmtree(home, ignore_errors=True)
             say(f"making {home}")
-            say(text.splitlines()[0].lstrip("# "))
+            say(title.lstrip("# "))
             run(python311(), "-m", "venv", home)
             pip = (home / "bin/python", "-m", "pip", "--disable-pip-version-check", "--no-input")
             run(*pip, "install", "--requirement", path, show=PIP_PROGRESS)
@@ -299,7 +302,10 @@ def interpreter(kind: str, version: str = "") -> Path:
     known = requirements()
     if version not in known:
         raise Failure(f"vLLM {version} is not in locks/releases.lock, which has {', '.join(known)}")
-    base = venv(CONTRACT if kind == "contract" else engine_lock(version))
+    lock = CONTRACT if kind == "contract" else engine_lock(version)
+    if kind == "engine":
+        require_for_engines()
+    base = venv(lock)
     if kind == "engine" and version.startswith("0.18."):
         say(
             f"vLLM {version} starts an engine only if LD_PRELOAD names libtcmalloc and libiomp: "
