@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -43,6 +44,11 @@ class Fix(Protocol):
 
     def restore(self) -> None:
         """Put vLLM's own code back; harmless when nothing was changed."""
+
+
+def disabled_words() -> set[str]:
+    """The words of ``KVFIX_DISABLE``: ``all``, fix ids, or what the operator mistook for one."""
+    return {word.strip().lower() for word in os.environ.get("KVFIX_DISABLE", "").split(",")} - {""}
 
 
 def in_place_of(original: Any) -> Callable[[Any], Any]:

@@ -17,11 +17,12 @@ _waiting: dict[str, list[Callback]] = {}
 
 
 def when_imported(name: str, callback: Callback) -> None:
-    """Call ``callback(module)`` once, right after the import of ``name``, if that is still to come.
+    """Call ``callback(module)`` once: now if ``name`` is imported, else right after its import.
 
-    ``callback`` runs inside that import statement and must not raise.
+    ``callback`` then runs inside that import statement; it must not raise.
     """
     if name in sys.modules:
+        callback(sys.modules[name])
         return
     _waiting.setdefault(name, []).append(callback)
     if _finder not in sys.meta_path:

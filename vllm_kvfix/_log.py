@@ -19,11 +19,12 @@ logger = logging.getLogger("vllm.kvfix")
 _said: set[str] = set()
 _in_helper = False
 _will_offload = False
+_at_command_line = False
 
 
 def find_role() -> None:
     """Note what this process is, by who called us."""
-    global _in_helper, _will_offload
+    global _in_helper, _will_offload, _at_command_line
     frame = sys._getframe(1)
     while frame.f_back is not None:
         spec_name = getattr(frame.f_globals.get("__spec__"), "name", None)  # under `python -m` too
@@ -33,6 +34,8 @@ def find_role() -> None:
         if _releases.ENGINE_CORE in names and frame.f_code.co_name == "__init__":
             config = getattr(frame.f_locals.get("vllm_config"), "kv_transfer_config", None)
             _will_offload = getattr(config, "kv_connector", None) == _releases.CONNECTOR
+        if _releases.ARGUMENTS in names and frame.f_code.co_name == "add_cli_args":
+            _at_command_line = True
         frame = frame.f_back
 
 
@@ -44,6 +47,11 @@ def in_helper() -> bool:
 def will_offload() -> bool:
     """Whether this is an EngineCore that is about to make an offloading spec."""
     return _will_offload
+
+
+def at_command_line() -> bool:
+    """Whether this is the API server, or another command: the engine is in another process."""
+    return _at_command_line
 
 
 def once(level: int, message: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 KV_CACHE_UTILS = "vllm.v1.core.kv_cache_utils"
 SPEC_FACTORY = "vllm.v1.kv_offload.factory"
 ENGINE_CORE = "vllm.v1.engine.core"
+ARGUMENTS = "vllm.engine.arg_utils"
 CONNECTOR = "OffloadingConnector"
 # get_kv_cache_configs() is defined in one module and bound by name in another, 0.14.0-0.19.1.
 PLANNER_CALLERS = (KV_CACHE_UTILS, ENGINE_CORE)

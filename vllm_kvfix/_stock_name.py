@@ -29,11 +29,7 @@ def asked() -> bool:
 def carry() -> None:
     """In EngineCore: stamp every KV cache config that is planned, if the operator asked."""
     if asked():
-        module = sys.modules.get(_releases.KV_CACHE_UTILS)
-        if module is not None:
-            _stamp_configs(module)
-        else:
-            _imports.when_imported(_releases.KV_CACHE_UTILS, _stamp_configs)
+        _imports.when_imported(_releases.KV_CACHE_UTILS, _stamp_configs)
 
 
 def restore() -> None:

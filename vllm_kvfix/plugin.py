@@ -9,16 +9,17 @@ Switches, read from the environment of the process:
 from __future__ import annotations
 
 import logging
-import os
+import sys
 from types import ModuleType
 
 from vllm_kvfix import __version__, _imports, _log, _releases
-from vllm_kvfix._fix import APPLIED, DISABLED, FAILED, UNKNOWN, WAITING, Fix, Status
+from vllm_kvfix._fix import APPLIED, DISABLED, FAILED, UNKNOWN, WAITING, Fix, Status, disabled_words
 from vllm_kvfix.fixes import max_concurrency, offload_pool_size
 
 FIXES: tuple[Fix, ...] = (offload_pool_size, max_concurrency)
 
 _statuses: dict[str, Status] = {}
+_told = False  # whether the summary was said at INFO
 
 
 def register() -> None:
@@ -36,26 +37,27 @@ def register() -> None:
             if fix.ID in disabled:
                 _statuses[fix.ID] = Status(DISABLED, "by KVFIX_DISABLE")
                 continue
-            fix.prepare()
-            _statuses[fix.ID] = _settle(fix)
+            _statuses[fix.ID] = _settle(fix, first=True)
             if _statuses[fix.ID].word == WAITING:
                 settle_late = _settle_late(fix)
-                for target in fix.TARGETS:
+                for target in set(fix.TARGETS) - set(sys.modules):
                     _imports.when_imported(target, settle_late)
         # A line that will be said again, when the rest is settled, is for DEBUG.
         words = {status.word for status in _statuses.values()}
         early = words == {WAITING} or (WAITING in words and _log.will_offload())
-        _say_summary(logging.DEBUG if early else logging.INFO)
+        _say_summary(loud=not early)
     except Exception:
         _log.logger.warning("vllm-kvfix could not start; vLLM runs as it was", exc_info=True)
 
 
 def restore() -> None:
     """Put vLLM's own code back and forget every status; :func:`register` may follow."""
+    global _told
     _imports.forget()
     for fix in FIXES:
         fix.restore()
     _statuses.clear()
+    _told = False
     _log.forget()
 
 
@@ -64,9 +66,11 @@ def statuses() -> dict[str, Status]:
     return {fix.ID: _read_back(fix) for fix in FIXES if fix.ID in _statuses}
 
 
-def _settle(fix: Fix) -> Status:
+def _settle(fix: Fix, first: bool = False) -> Status:
     """Settle one fix; whatever goes wrong, leave vLLM as it was and say so."""
     try:
+        if first:
+            fix.prepare()
         status = fix.settle()
         if status.word == APPLIED and not fix.holds():
             status = Status(FAILED, "vLLM does not call the repaired code")
@@ -89,7 +93,8 @@ def _settle_late(fix: Fix) -> _imports.Callback:
         _statuses[fix.ID] = _settle(fix)
         if _statuses[fix.ID].word != WAITING:
             _imports.drop(settle_late)
-            _say_summary(logging.INFO)
+            news = _statuses[fix.ID].word == APPLIED or not _log.at_command_line()
+            _say_summary(loud=news or not _told)
 
     return settle_late
 
@@ -101,14 +106,18 @@ def _read_back(fix: Fix) -> Status:
     return status
 
 
-def _say_summary(level: int) -> None:
+def _say_summary(loud: bool) -> None:
+    """At INFO, or at DEBUG where it would only repeat what the operator knows."""
+    global _told
+    _told = _told or loud
+    level = logging.INFO if loud else logging.DEBUG
     fixes = ", ".join(f"{id_} {status}" for id_, status in _statuses.items())
     _log.once(level, f"vllm-kvfix {__version__} on vLLM {_releases.vllm_version()}: {fixes}")
 
 
 def _disabled_ids() -> set[str]:
     """Fix ids that ``KVFIX_DISABLE`` turns off; a word that is no id is named in a WARNING."""
-    words = {word.strip().lower() for word in os.environ.get("KVFIX_DISABLE", "").split(",")} - {""}
+    words = disabled_words()
     known = {fix.ID for fix in FIXES}
     unknown = words - known - {"all"}
     if unknown:

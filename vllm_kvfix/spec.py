@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from vllm.platforms import current_platform
 
 from vllm_kvfix import _log, _releases, _stock_name, hostcopy, pool, settings
+from vllm_kvfix._fix import disabled_words
 from vllm_kvfix.fixes import offload_pool_size
 
 _Stock = _releases.stock_spec_class()
@@ -38,6 +40,12 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
     """
 
     def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
+        if {"all", offload_pool_size.ID} & disabled_words():  # chosen by spec_module_path all the same
+            raise ValueError(
+                f"KVFIX_DISABLE={os.environ['KVFIX_DISABLE']!r} turns {offload_pool_size.ID} off, but "
+                f"spec_name={offload_pool_size.SPEC_NAME!r} in kv_connector_extra_config asks for it: take "
+                "back one of them"
+            )
         self._host_pool: hostcopy.HostPool | None = None
         if _ERA == _releases.TAKES_NUM_CPU_BLOCKS:
             super().__init__(config)

@@ -153,3 +153,15 @@ def test_a_worker_goes_with_enginecore_or_does_not_start(
     else:
         with pytest.raises(RuntimeError, match="KVFIX_STOCK_SPEC=1"):
             create_spec(config, sent)
+
+
+@pytest.mark.parametrize("disabled", ["all", "offload-pool-size"])
+@pytest.mark.only_if(not POOL_SIZE_IS_GIVEN)
+def test_kvfix_disable_refuses_the_fixed_spec_that_a_module_path_still_finds(
+    register: Any, monkeypatch: pytest.MonkeyPatch, disabled: str
+) -> None:
+    monkeypatch.setenv("KVFIX_DISABLE", disabled)
+    register()
+    by_path = {"spec_name": "FixedCPUOffloadingSpec", "spec_module_path": "vllm_kvfix.spec"}
+    with pytest.raises(ValueError, match=f"KVFIX_DISABLE='{disabled}'.*spec_name='FixedCPUOffloadingSpec'"):
+        both_forms(E01, by_path)

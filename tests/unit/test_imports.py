@@ -27,6 +27,14 @@ def test_nothing_is_imported_until_somebody_imports_it(module_file):
     assert number == 2
 
 
+def test_a_module_that_is_imported_is_acted_on_at_once(module_file):
+    module_file.write_text("")
+    module = importlib.import_module("kvfix_example")
+    calls = []
+    _imports.when_imported("kvfix_example", calls.append)
+    assert calls == [module]
+
+
 def test_all_who_wait_are_called_once_and_in_order(module_file):
     module_file.write_text("")
     calls = []

@@ -143,7 +143,7 @@ def test_a_module_that_is_not_imported_yet_is_repaired_when_it_is(monkeypatch, t
     assert log[-1].getMessage().endswith("example applied")
 
 
-@pytest.mark.parametrize("step", ["settle", "holds", "restore"])
+@pytest.mark.parametrize("step", ["prepare", "settle", "holds", "restore"])
 def test_a_fix_that_raises_leaves_the_module_as_it_was(monkeypatch, target, log, step):
     def boom(self):
         raise RuntimeError("boom")
@@ -160,6 +160,22 @@ def test_a_fix_that_raises_leaves_the_module_as_it_was(monkeypatch, target, log,
     assert len(warnings) == 2 and "bad failed" in warnings[0] and "example unknown (odd)" in warnings[1]
     if step != "restore":
         assert target.number == 1
+
+
+@pytest.mark.parametrize(("caller", "levels"), [("add_cli_args", ["INFO", "DEBUG"]), ("main", ["INFO", "INFO"])])
+def test_the_api_server_says_it_once_unless_a_repair_is_on(monkeypatch, tmp_path, log, caller, levels):
+    """From 0.24.0 it loads the spec class for its metrics; an engine in this process has real news."""
+    (tmp_path / f"{TARGET}.py").write_text("number = 2")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(_log, "_at_command_line", False)
+    other = type("Other", (Example,), {"ID": "other", "settle": lambda self: Status(NOT_NEEDED, "")})()
+    use(monkeypatch, Example(), other)
+    scope = {"__name__": "vllm.engine.arg_utils", "register": plugin.register}
+    exec(f"def {caller}(): register()", scope)
+    scope[caller]()
+    importlib.import_module(TARGET)
+    assert plugin.statuses()["example"].word == NOT_NEEDED
+    assert [r.levelname for r in log] == levels
 
 
 def test_a_fix_that_does_not_hold_is_not_called_applied(monkeypatch, target):

@@ -47,11 +47,7 @@ _KNOWN_BUG = (150, 50)
 def prepare() -> None:
     """Offer our name as soon as vLLM imports its factory, before anybody can ask for it."""
     _stock_name.carry()
-    module = sys.modules.get(_releases.SPEC_FACTORY)
-    if module is not None:
-        _offer_names(module)
-    else:
-        _imports.when_imported(_releases.SPEC_FACTORY, _offer_names)
+    _imports.when_imported(_releases.SPEC_FACTORY, _offer_names)
 
 
 def settle() -> Status:
