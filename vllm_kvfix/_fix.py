@@ -55,12 +55,17 @@ def in_place_of(original: Any) -> Callable[[Any], Any]:
     """Decorator: this function is ours and stands where vLLM's ``original`` stood."""
 
     def mark(function: Any) -> Any:
-        function.kvfix = True
-        return functools.wraps(original)(function)
+        functools.update_wrapper(function, original)
+        function.kvfix = function  # itself: a mere flag would travel to whoever wraps ours
+        return function
 
     return mark
 
 
+def is_ours(function: Any) -> bool:
+    return function is not None and getattr(function, "kvfix", None) is function
+
+
 def original_of(function: Any) -> Any:
     """vLLM's function, where ours stands in its place; else None."""
-    return function.__wrapped__ if getattr(function, "kvfix", False) else None
+    return function.__wrapped__ if is_ours(function) else None

@@ -7,6 +7,7 @@ processes that load a plugin never need them.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -14,6 +15,7 @@ from types import ModuleType
 Callback = Callable[[ModuleType], None]
 
 _waiting: dict[str, list[Callback]] = {}
+_asking = threading.local()
 
 
 def when_imported(name: str, callback: Callback) -> None:
@@ -52,15 +54,20 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in _waiting:
+        # Another plugin's finder may ask all others in its turn, us too.
+        if name not in _waiting or getattr(_asking, "others", False):
             return None
-        for finder in list(sys.meta_path):
-            find_spec = getattr(finder, "find_spec", None)
-            spec = find_spec(name, path, target) if find_spec and finder is not self else None
-            if spec is not None:
-                _call_after(spec, name)
-                return spec
-        return None
+        _asking.others = True
+        try:
+            for finder in list(sys.meta_path):
+                find_spec = getattr(finder, "find_spec", None)
+                spec = find_spec(name, path, target) if find_spec and finder is not self else None
+                if spec is not None:
+                    _call_after(spec, name)
+                    return spec
+            return None
+        finally:
+            _asking.others = False
 
 
 def _call_after(spec: ModuleSpec, name: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from types import ModuleType
 
 from vllm_kvfix import __version__, _imports, _log, _releases
@@ -19,6 +20,7 @@ from vllm_kvfix.fixes import max_concurrency, offload_pool_size
 FIXES: tuple[Fix, ...] = (offload_pool_size, max_concurrency)
 
 _statuses: dict[str, Status] = {}
+_lock = threading.RLock()
 _told = False  # whether the summary was said at INFO
 
 
@@ -28,37 +30,43 @@ def register() -> None:
     May be called any number of times. A fix whose vLLM modules are not imported yet waits for them.
     """
     try:
-        _log.find_role()
-        new = [fix for fix in FIXES if fix.ID not in _statuses]
-        if not new:
-            return
-        disabled = _disabled_ids()
-        for fix in new:
-            if fix.ID in disabled:
-                _statuses[fix.ID] = Status(DISABLED, "by KVFIX_DISABLE")
-                continue
-            _statuses[fix.ID] = _settle(fix, first=True)
-            if _statuses[fix.ID].word == WAITING:
-                settle_late = _settle_late(fix)
-                for target in set(fix.TARGETS) - set(sys.modules):
-                    _imports.when_imported(target, settle_late)
-        # A line that will be said again, when the rest is settled, is for DEBUG.
-        words = {status.word for status in _statuses.values()}
-        early = words == {WAITING} or (WAITING in words and _log.will_offload())
-        _say_summary(loud=not early)
+        with _lock:
+            _log.find_role()
+            _register()
     except Exception:
         _log.logger.warning("vllm-kvfix could not start; vLLM runs as it was", exc_info=True)
+
+
+def _register() -> None:
+    new = [fix for fix in FIXES if fix.ID not in _statuses]
+    if not new:
+        return
+    disabled = _disabled_ids()
+    for fix in new:
+        if fix.ID in disabled:
+            _statuses[fix.ID] = Status(DISABLED, "by KVFIX_DISABLE")
+            continue
+        _statuses[fix.ID] = _settle(fix, first=True)
+        if _statuses[fix.ID].word == WAITING:
+            settle_late = _settle_late(fix)
+            for target in set(fix.TARGETS) - set(sys.modules):
+                _imports.when_imported(target, settle_late)
+    # A line that will be said again, when the rest is settled, is for DEBUG.
+    words = {status.word for status in _statuses.values()}
+    early = words == {WAITING} or (WAITING in words and _log.will_offload())
+    _say_summary(loud=not early)
 
 
 def restore() -> None:
     """Put vLLM's own code back and forget every status; :func:`register` may follow."""
     global _told
-    _imports.forget()
-    for fix in FIXES:
-        fix.restore()
-    _statuses.clear()
-    _told = False
-    _log.forget()
+    with _lock:
+        _imports.forget()
+        for fix in FIXES:
+            fix.restore()
+        _statuses.clear()
+        _told = False
+        _log.forget()
 
 
 def statuses() -> dict[str, Status]:
@@ -90,11 +98,12 @@ def _settle_late(fix: Fix) -> _imports.Callback:
     """The same, at the moment vLLM has imported a target: runs inside vLLM's import statement."""
 
     def settle_late(module: ModuleType) -> None:
-        _statuses[fix.ID] = _settle(fix)
-        if _statuses[fix.ID].word != WAITING:
-            _imports.drop(settle_late)
-            news = _statuses[fix.ID].word == APPLIED or not _log.at_command_line()
-            _say_summary(loud=news or not _told)
+        with _lock:
+            _statuses[fix.ID] = _settle(fix)
+            if _statuses[fix.ID].word != WAITING:
+                _imports.drop(settle_late)
+                news = _statuses[fix.ID].word == APPLIED or not _log.at_command_line()
+                _say_summary(loud=news or not _told)
 
     return settle_late
 

@@ -24,7 +24,8 @@ from vllm_kvfix.fixes import offload_pool_size
 
 _Stock = _releases.stock_spec_class()
 _ERA = _releases.spec_era(_Stock)
-_AFFECTED = offload_pool_size.recognise(_Stock).word == offload_pool_size.AFFECTED
+_VERDICT = offload_pool_size.recognise(_Stock)
+_AFFECTED = _VERDICT.word == offload_pool_size.AFFECTED
 
 
 class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what is installed
@@ -61,8 +62,12 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
             self._check_and_say(budget, (config.worker_kv_bytes_per_block,) * copies)
             self._say_mla_copies(config)
             _warn_of_stages(config.parallel.pp_size)
-        else:
+        elif _ERA == _releases.TAKES_KV_CACHE_CONFIG:
             self._init_from_kv_cache_config(config, kv_cache_config)
+        else:
+            raise RuntimeError(
+                f"{offload_pool_size.SPEC_NAME} does not know this vLLM: {_VERDICT}; take spec_name back"
+            )
 
     def _init_from_kv_cache_config(self, config: Any, kv_cache_config: Any) -> None:
         extra_config = config.kv_transfer_config.kv_connector_extra_config
@@ -85,9 +90,16 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
         _warn_of_stages(config.parallel_config.pipeline_parallel_size)
 
     def _check_and_say(self, budget: int, rank_bytes: tuple[int, ...], stock: tuple[int, int] | None = None) -> None:
-        """Refuse a budget (bytes) under one row; say what the pool is, once."""
+        """Refuse a pool that is not the budget's (bytes), or under one row; say what it is, once."""
         chunks, factor = _releases.num_chunks(self), _releases.blocks_per_chunk(self)
-        row = _releases.row_bytes(self) or pool.row_bytes(rank_bytes, factor)
+        least_row = pool.row_bytes(rank_bytes, factor)
+        row = _releases.row_bytes(self) or least_row
+        if row < least_row or chunks != pool.num_chunks(budget, row):
+            raise RuntimeError(
+                f"{offload_pool_size.SPEC_NAME} does not know the {_releases.STOCK_SPEC} of this vLLM "
+                f"({_VERDICT}): it makes {chunks} chunks of {row} bytes, where {least_row} bytes are needed "
+                f"and {budget} are given. Take spec_name back, and see whose code changed it"
+            )
         if row and not chunks:
             message = settings.below_one_row(budget, row, len(rank_bytes))
             if not _chosen_by_stock_name(self.extra_config):

@@ -306,6 +306,35 @@ def test_who_patches_after_us_is_seen(register: Any) -> None:
     assert words()["max-concurrency"] == ("failed" if CONCURRENCY_IS_WRONG else WORDS["max-concurrency"])
 
 
+@pytest.mark.only_if(CONCURRENCY_IS_WRONG)
+def test_who_wraps_ours_is_not_taken_for_us(register: Any) -> None:
+    """``functools.wraps`` copies attributes: a mark of ours must not make theirs ours."""
+    utils, _ = import_targets()
+    register()
+    ours = getattr(utils, NAME)
+
+    @functools.wraps(ours)
+    def theirs(config: Any, cache_config: Any) -> float:
+        return float(ours(config, cache_config))
+
+    setattr(utils, NAME, theirs)
+    plugin = importlib.import_module("vllm_kvfix.plugin")
+    plugin.restore()
+    assert getattr(utils, NAME) is theirs
+    register()
+    status = plugin.statuses()["max-concurrency"]
+    assert status.word == "not needed" and "not vLLM's own, and right" in status.why
+
+
+@pytest.mark.only_if(CONCURRENCY_IS_WRONG)
+def test_our_own_repair_is_not_taken_for_upstreams(register: Any) -> None:
+    """As after a reload of the plugin, whose memory of what it did is gone."""
+    import_targets()
+    register()
+    importlib.reload(importlib.import_module("vllm_kvfix.plugin")).register()
+    assert words() == WORDS
+
+
 def vllms_own(utils: Any, source: str) -> Any:
     """A function that looks as if vLLM's own source defined it."""
     exec(source, vars(utils))

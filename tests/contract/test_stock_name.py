@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pickle
 from typing import Any
 
 import pytest
 from facts import CASES, POOL_SIZE_IS_GIVEN, POOL_SIZE_IS_WRONG
-from geometry import UNIT, Layer, chunks, create_spec, group, layer_specs, plan, schedulers_form, vllm_config
+from geometry import (
+    UNIT,
+    Layer,
+    chunks,
+    create_spec,
+    group,
+    layer_specs,
+    offload_class,
+    plan,
+    schedulers_form,
+    vllm_config,
+)
 from test_pool_size import both_forms
 
 T01, E01 = CASES["offload_pool"]["T01"], CASES["offload_pool"]["E01"]
@@ -165,3 +177,45 @@ def test_kvfix_disable_refuses_the_fixed_spec_that_a_module_path_still_finds(
     by_path = {"spec_name": "FixedCPUOffloadingSpec", "spec_module_path": "vllm_kvfix.spec"}
     with pytest.raises(ValueError, match=f"KVFIX_DISABLE='{disabled}'.*spec_name='FixedCPUOffloadingSpec'"):
         both_forms(E01, by_path)
+
+
+@pytest.fixture
+def opaque_stock_spec(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another plugin has wrapped the stock constructor, and what it does cannot be found out."""
+    stock = offload_class("CPUOffloadingSpec")
+    init = stock.__init__
+
+    @functools.wraps(init)
+    def theirs(self: Any, config: Any, *rest: Any) -> None:
+        if not (hasattr(config, "kv_transfer_config") or hasattr(config, "extra_config")):
+            raise TypeError("no config of vLLM")
+        init(self, config, *rest)
+
+    monkeypatch.setattr(stock, "__init__", theirs)
+
+
+@pytest.mark.only_if(not POOL_SIZE_IS_GIVEN)
+def test_a_fixed_spec_over_an_unknown_stock_spec_is_right_or_refused(
+    register: Any, log: Any, opaque_stock_spec: None
+) -> None:
+    """Never a scheduler and a worker with two numbers under our name."""
+    importlib.import_module("vllm.v1.kv_offload.factory")
+    register()
+    assert len(log.ours(30)) == 1 and "TypeError: no config of vLLM" in log.ours(30)[0]
+    fixed = {"spec_name": "FixedCPUOffloadingSpec"}
+    if POOL_SIZE_IS_WRONG:
+        with pytest.raises(RuntimeError, match=r"does not know the CPUOffloadingSpec.*Take spec_name back"):
+            both_forms(E01, fixed)
+    else:
+        assert [chunks(spec) for spec in both_forms(E01, fixed)] == [E01["right"]] * 2
+
+
+@pytest.mark.only_if(not POOL_SIZE_IS_GIVEN)
+def test_kvfix_stock_spec_leaves_an_unknown_stock_spec_alone(
+    register: Any, log: Any, monkeypatch: pytest.MonkeyPatch, opaque_stock_spec: None
+) -> None:
+    importlib.import_module("vllm.v1.kv_offload.factory")
+    monkeypatch.setenv("KVFIX_STOCK_SPEC", "1")
+    register()
+    assert {type(spec).__name__ for spec in both_forms(E01, {})} == {"CPUOffloadingSpec"}
+    assert any("KVFIX_STOCK_SPEC does nothing" in warning for warning in log.ours(30))

@@ -73,3 +73,22 @@ def test_who_waits_no_longer_is_not_called(module_file):
     _imports.drop(append)
     importlib.import_module("kvfix_example")
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("first", ["ours", "theirs"])
+def test_a_finder_of_another_plugin_that_asks_all_others_is_no_endless_loop(module_file, monkeypatch, first):
+    class Theirs:
+        def find_spec(self, name, path=None, target=None):
+            if name == "kvfix_example":
+                return next(
+                    filter(None, (f.find_spec(name, path, target) for f in sys.meta_path if f is not self)), None
+                )
+
+    module_file.write_text("")
+    calls = []
+    _imports.when_imported("kvfix_example", calls.append)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    sys.meta_path.insert(0 if first == "theirs" else 1, Theirs())
+    module = importlib.import_module("kvfix_example")
+    assert calls == [module]
+    monkeypatch.undo()

@@ -9,7 +9,7 @@ Upstream: https://github.com/vllm-project/vllm/pull/48317
 Affected: 0.11.0-0.26.0 by its code, visibly from 0.20.0.
 Recognised: by its answers for one group, and for two groups of pages 8:2 in either order.
 Change: the function is replaced in its module; every caller looks it up there.
-Goes when: 0.26.0 is the oldest release that nobody runs any more.
+Goes when: nobody runs 0.26.0 or older any more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm_kvfix import _releases, concurrency
-from vllm_kvfix._fix import APPLIED, NOT_NEEDED, UNKNOWN, WAITING, Status, in_place_of, original_of
+from vllm_kvfix._fix import APPLIED, NOT_NEEDED, UNKNOWN, WAITING, Status, in_place_of, is_ours, original_of
 
 ID = "max-concurrency"
 TARGETS: tuple[str, ...] = (_releases.KV_CACHE_UTILS,)
@@ -42,11 +42,14 @@ def settle() -> Status:
     stock = getattr(module, _NAME, None)
     if stock is None:
         return Status(UNKNOWN, f"{_releases.KV_CACHE_UTILS} has no {_NAME}")
+    if is_ours(stock):
+        return Status(APPLIED, "")
     answers = _answers(stock)
+    if not _releases.is_vllms_own(stock, module):
+        name = f"{_NAME} is {_releases.name_of(stock)}, not vLLM's own"
+        return Status(NOT_NEEDED, f"{name}, and right") if answers == _RIGHT else Status(UNKNOWN, name)
     if answers == _RIGHT:
         return Status(NOT_NEEDED, "right since 0.27.0, vLLM #48317")
-    if not _releases.is_vllms_own(stock, module):
-        return Status(UNKNOWN, f"{_NAME} is {_releases.name_of(stock)}, not vLLM's own")
     if answers != _KNOWN_BUG:
         return Status(UNKNOWN, f"{_NAME} answers {answers}, not {_KNOWN_BUG} or {_RIGHT}")
     setattr(module, _NAME, _fixed(stock))
@@ -55,7 +58,7 @@ def settle() -> Status:
 
 def holds() -> bool:
     function = getattr(sys.modules.get(_releases.KV_CACHE_UTILS), _NAME, None)
-    return original_of(function) is not None and _answers(function) == _RIGHT
+    return is_ours(function) and _answers(function) == _RIGHT
 
 
 def restore() -> None:

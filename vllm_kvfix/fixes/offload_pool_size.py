@@ -12,7 +12,7 @@ Recognised: by the stock class's answers for two layers of one page size, and of
 Change: the name ``FixedCPUOffloadingSpec`` is offered to vLLM's spec factory, on every release, for
 operators to choose. Where the bug is, a stock spec whose numbers would differ gets a WARNING.
 ``KVFIX_STOCK_SPEC=1`` makes the stock name give the fixed class, for ``--kv-offloading-size``.
-Goes when: 0.19.1 is the oldest release that nobody runs any more.
+Goes when: nobody runs 0.19.1 or older any more.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from vllm_kvfix._fix import (
     WAITING,
     Status,
     in_place_of,
+    is_ours,
     original_of,
 )
 
@@ -55,7 +56,7 @@ def settle() -> Status:
     if factory is None or stock is None:
         return Status(WAITING, "until EngineCore makes an offloading spec")
     loader = factory._registry.get(SPEC_NAME)
-    if not _is_ours(loader):
+    if not is_ours(loader):
         return Status(UNKNOWN, f"the spec name {SPEC_NAME} is {_releases.name_of(loader)}")
     verdict = recognise(stock)
     if verdict.word != AFFECTED:
@@ -66,14 +67,14 @@ def settle() -> Status:
 
 def holds() -> bool:
     factory = _factory()
-    return factory is not None and _is_ours(factory._registry.get(SPEC_NAME))
+    return factory is not None and is_ours(factory._registry.get(SPEC_NAME))
 
 
 def restore() -> None:
     _stock_name.restore()
     factory, stock = _factory(), _releases.imported_stock_spec()
     if factory is not None:
-        if _is_ours(factory._registry.get(SPEC_NAME)):
+        if is_ours(factory._registry.get(SPEC_NAME)):
             del factory._registry[SPEC_NAME]
         stock_loader = original_of(factory._registry.get(_releases.STOCK_SPEC))
         if stock_loader is not None:
@@ -129,32 +130,40 @@ def _factory() -> Any:
     return getattr(module, "OffloadingSpecFactory", None)
 
 
-def _is_ours(loader: Any) -> bool:
-    return bool(getattr(loader, "kvfix", False))
-
-
 def _offer_names(module: ModuleType) -> None:
     """Register our name, and let it stand behind the stock name if the operator asks for that."""
     try:
         registry = module.OffloadingSpecFactory._registry
         if SPEC_NAME not in registry:
             module.OffloadingSpecFactory.register_spec(SPEC_NAME, "vllm_kvfix.spec", SPEC_NAME)
-            registry[SPEC_NAME].kvfix = True
+            registry[SPEC_NAME].kvfix = registry[SPEC_NAME]
         if not _stock_name.asked():
             return
         stock = registry[_releases.STOCK_SPEC]
-        if _is_ours(stock):
+        if is_ours(stock):
             return
         if not _releases.is_vllms_own(stock, module):
             name = f"the loader of {_releases.STOCK_SPEC}"
             _say_not_stacked(name, stock, "KVFIX_STOCK_SPEC does nothing")
             return
-        registry[_releases.STOCK_SPEC] = in_place_of(stock)(lambda: registry[SPEC_NAME]())
+        registry[_releases.STOCK_SPEC] = _fixed_loader(stock, registry[SPEC_NAME])
     except Exception as error:
         _log.once(
             logging.WARNING,
             f"vllm-kvfix: spec {SPEC_NAME} could not be offered to vLLM ({type(error).__name__}: {error})",
         )
+
+
+def _fixed_loader(stock: Any, fixed: Any) -> Any:
+    @in_place_of(stock)
+    def loader() -> Any:
+        verdict = recognise(stock())
+        if verdict.word != UNKNOWN:
+            return fixed()
+        _log.once(logging.WARNING, f"vllm-kvfix: KVFIX_STOCK_SPEC does nothing: {verdict}")
+        return stock()
+
+    return loader
 
 
 def _watch_stock_spec(stock: Any) -> None:
