@@ -33,11 +33,11 @@ class Fix(Protocol):
     TARGETS: tuple[str, ...]
     """Names of the vLLM modules it needs. It imports none of them, but waits until vLLM does."""
 
-    def prepare(self) -> None:
-        """What must be in place before the targets are imported."""
-
     def settle(self) -> Status:
-        """Recognise the bug, repair it only if it is there; WAITING while a target is missing."""
+        """Recognise the bug, repair it only if it is there; WAITING while a target is missing.
+
+        Called by ``register()``, and after the import of each target until it does not wait.
+        """
 
     def holds(self) -> bool:
         """Whether the repair is what vLLM would call now."""

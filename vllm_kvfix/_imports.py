@@ -6,6 +6,7 @@ processes that load a plugin never need them.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -15,17 +16,22 @@ from types import ModuleType
 Callback = Callable[[ModuleType], None]
 
 _waiting: dict[str, list[Callback]] = {}
+_executed: set[str] = set()
 _asking = threading.local()
 
 
-def when_imported(name: str, callback: Callback) -> None:
-    """Call ``callback(module)`` once: now if ``name`` is imported, else right after its import.
+def imported(name: str) -> ModuleType | None:
+    """The module, if all of it has been executed: in a circle of imports it may be there in part."""
+    module = sys.modules.get(name)
+    in_part = getattr(getattr(module, "__spec__", None), "_initializing", False)
+    return None if in_part and name not in _executed else module
 
-    ``callback`` then runs inside that import statement; it must not raise.
+
+def when_imported(name: str, callback: Callback) -> None:
+    """Call ``callback(module)`` once, right after the import of ``name``, which is still to come.
+
+    ``callback`` runs inside that import statement, and what it raises is lost.
     """
-    if name in sys.modules:
-        callback(sys.modules[name])
-        return
     _waiting.setdefault(name, []).append(callback)
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
@@ -35,15 +41,13 @@ def drop(callback: Callback) -> None:
     """Do not call ``callback`` any more, whatever is imported."""
     for name, callbacks in list(_waiting.items()):
         _waiting[name] = [other for other in callbacks if other is not callback]
-        if not _waiting[name]:
-            del _waiting[name]
-    if not _waiting and _finder in sys.meta_path:
-        sys.meta_path.remove(_finder)
 
 
 def forget() -> None:
     """Wait for nothing any more."""
     _waiting.clear()
+    _executed.clear()
+    # Only here: another thread may be going through the list, and would skip a finder.
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
 
@@ -55,7 +59,7 @@ class _Finder:
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         # Another plugin's finder may ask all others in its turn, us too.
-        if name not in _waiting or getattr(_asking, "others", False):
+        if not _waiting.get(name) or getattr(_asking, "others", False):
             return None
         _asking.others = True
         try:
@@ -76,12 +80,13 @@ def _call_after(spec: ModuleSpec, name: str) -> None:
         return
 
     def exec_then_call(module: ModuleType) -> None:
+        _executed.discard(name)
         exec_module(module)
-        callbacks = _waiting.pop(name, [])
-        if not _waiting:
-            forget()
-        for callback in callbacks:
-            callback(module)
+        _executed.add(name)
+        for callback in _waiting.pop(name, []):
+            # Not even a log handler that raises may break an import of vLLM's.
+            with contextlib.suppress(Exception):
+                callback(module)
 
     # A loader that takes no attribute loads the module as it would; its fix keeps on waiting.
     try:

@@ -8,6 +8,7 @@ DEBUG.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import sys
 from typing import Any
 
@@ -40,8 +41,11 @@ def find_role() -> None:
 
 
 def in_helper() -> bool:
-    """Whether this process is a worker, or the one that inspects a model class."""
-    return _in_helper
+    """Whether this process is a worker, or the one that inspects a model class.
+
+    A worker that was forked is known by its name only: vLLM does not load plugins in it again.
+    """
+    return _in_helper or multiprocessing.current_process().name.startswith(_releases.WORKER_PROCESS)
 
 
 def will_offload() -> bool:
@@ -61,7 +65,7 @@ def once(level: int, message: str) -> None:
     _said.add(message)
     if level > logging.INFO:
         logger.log(level, message)
-    elif level < logging.INFO or _in_helper:
+    elif level < logging.INFO or in_helper():
         logger.debug(message)
     elif logger.hasHandlers():
         logger.info(message)

@@ -25,6 +25,8 @@ STOCK_SPEC_MODULES = (
     "vllm.v1.kv_offload.cpu",  # to 0.18.1; from 0.19.0 a package without the class
 )
 
+WORKER_PROCESS = "VllmWorker"  # its name begins with this
+
 _OFFLOAD_MODULES = (
     "vllm.v1.kv_offload.base",  # from 0.21.0; from 0.25.0 also what worker.worker had
     "vllm.v1.kv_offload.cpu.common",  # from 0.21.0

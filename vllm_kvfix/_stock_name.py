@@ -8,13 +8,14 @@ KV cache configs that it sends, and a worker whose own variable says otherwise r
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from types import ModuleType
 from typing import Any
 
-from vllm_kvfix import _imports, _log, _releases
-from vllm_kvfix._fix import in_place_of, original_of
+from vllm_kvfix import _log, _releases
+from vllm_kvfix._fix import in_place_of, is_ours, original_of
 
 _STAMP = "kvfix_stock_spec"
 _PLANNER = "get_kv_cache_configs"
@@ -23,13 +24,33 @@ _PLANNER = "get_kv_cache_configs"
 def asked() -> bool:
     """Whether the operator wants the stock name to give the fixed class."""
     value = os.environ.get("KVFIX_STOCK_SPEC", "").strip().lower()
-    return value not in ("", "0", "false", "no", "off")
+    if value not in ("", "0", "false", "no", "off", "1", "true", "yes", "on"):
+        _log.once(logging.WARNING, f"vllm-kvfix: KVFIX_STOCK_SPEC={value!r} does nothing; write 1")
+    return value in ("1", "true", "yes", "on")
 
 
-def carry() -> None:
+def stamp_configs() -> None:
     """In EngineCore: stamp every KV cache config that is planned, if the operator asked."""
     if asked():
-        _imports.when_imported(_releases.KV_CACHE_UTILS, _stamp_configs)
+        for caller in _callers():
+            planner = getattr(caller, _PLANNER, None)
+            if planner is not None and not is_ours(planner):
+                setattr(caller, _PLANNER, _stamping(planner))
+
+
+def _stamping(planner: Any) -> Any:
+    @in_place_of(planner)
+    def plan_and_stamp(*args: Any, **kwargs: Any) -> Any:
+        configs = planner(*args, **kwargs)
+        try:
+            for config in configs:
+                setattr(config, _STAMP, True)
+        except Exception as error:
+            name = f"{type(error).__name__}: {error}"
+            _log.once(logging.WARNING, f"vllm-kvfix: workers cannot be told of KVFIX_STOCK_SPEC ({name})")
+        return configs
+
+    return plan_and_stamp
 
 
 def restore() -> None:
@@ -55,27 +76,11 @@ def refuse_disagreement(kv_cache_config: Any, fixed: bool) -> None:
     raise RuntimeError(
         f"KVFIX_STOCK_SPEC is set in {one} and not in {other}: their CPU pools would differ, and "
         "stores would be out of bounds. Set KVFIX_STOCK_SPEC=1 in the environment of every node; "
-        "with Ray, from vLLM 0.17.0, also VLLM_RAY_EXTRA_ENV_VARS_TO_COPY=KVFIX_STOCK_SPEC"
+        "with Ray, from vLLM 0.17.0, also VLLM_RAY_EXTRA_ENV_VARS_TO_COPY=KVFIX_STOCK_SPEC. If it is, "
+        f"another plugin has replaced {_PLANNER}: write spec_name instead"
     )
 
 
 def _callers() -> list[ModuleType]:
     """Modules that call the planner by a name of their own, as far as they are imported."""
     return [sys.modules[name] for name in _releases.PLANNER_CALLERS if name in sys.modules]
-
-
-def _stamp_configs(module: ModuleType) -> None:
-    planner = getattr(module, _PLANNER, None)
-    if planner is None or original_of(planner) is not None:
-        return
-
-    @in_place_of(planner)
-    def plan_and_stamp(*args: Any, **kwargs: Any) -> Any:
-        configs = planner(*args, **kwargs)
-        for config in configs:
-            setattr(config, _STAMP, True)
-        return configs
-
-    for caller in _callers():
-        if getattr(caller, _PLANNER, None) is planner:
-            setattr(caller, _PLANNER, plan_and_stamp)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -88,23 +88,27 @@ class HostPool:
             )
             block_offset, chunk_offset = block_offset + size, chunk_offset + num_chunks
         if (block_offset, chunk_offset) != (len(blocks), len(chunks)):
-            raise IndexError(
+            _refuse(
                 f"a transfer of {len(blocks)} blocks and {len(chunks)} chunks does not match "
                 f"groups of {list(sizes)} blocks, {factor} a chunk"
             )
 
     def _check_bounds(self, direction: tuple[str, str], blocks: Any, chunks: Any) -> None:
-        """A negative index would wrap around silently; vLLM hides the error it is given (0.24.0)."""
+        """A negative index would wrap around silently."""
         num_blocks = min((len(page) for page in self.rows), default=0)
         for what, ids, count in (("block", blocks, num_blocks), ("chunk", chunks, self.num_chunks)):
             outside = ids[(ids < 0) | (ids >= count)]
             if outside.size:
-                message = (
+                _refuse(
                     f"{direction[0]} to {direction[1]}: {what} ids {outside[:8].tolist()} are out "
                     f"of bounds for {count} {what}s; nothing was copied"
                 )
-                _log.logger.error("vllm-kvfix: %s", message)
-                raise IndexError(message)
+
+
+def _refuse(message: str) -> NoReturn:
+    """Say it before raising: to 0.24.0 vLLM hides the error and dies of a bare assertion later."""
+    _log.logger.error("vllm-kvfix: %s", message)
+    raise IndexError(message)
 
 
 def block_rows(kv_caches: Any, attn_backends: Any = None) -> tuple[list[torch.Tensor], list[list[int]]]:
@@ -138,6 +142,9 @@ def block_rows(kv_caches: Any, attn_backends: Any = None) -> tuple[list[torch.Te
 
 def _rows(tensor: torch.Tensor, block_dim: int) -> list[torch.Tensor]:
     """int8 views ``(num_blocks, bytes)`` of a tensor; two when K and V lie before the blocks."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    if last + 1 != tensor.numel():
+        raise NotImplementedError(f"blocks with gaps: {tuple(tensor.shape)}, strides {tensor.stride()}")
     outermost = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     memory = torch.empty(0, dtype=torch.int8).set_(tensor.untyped_storage())
     begin = tensor.storage_offset() * tensor.element_size()

@@ -8,6 +8,7 @@ Switches, read from the environment of the process:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
@@ -34,7 +35,8 @@ def register() -> None:
             _log.find_role()
             _register()
     except Exception:
-        _log.logger.warning("vllm-kvfix could not start; vLLM runs as it was", exc_info=True)
+        with contextlib.suppress(Exception):  # a log handler may be what raised
+            _log.logger.warning("vllm-kvfix could not start", exc_info=True)
 
 
 def _register() -> None:
@@ -46,7 +48,7 @@ def _register() -> None:
         if fix.ID in disabled:
             _statuses[fix.ID] = Status(DISABLED, "by KVFIX_DISABLE")
             continue
-        _statuses[fix.ID] = _settle(fix, first=True)
+        _statuses[fix.ID] = _settle(fix)
         if _statuses[fix.ID].word == WAITING:
             settle_late = _settle_late(fix)
             for target in set(fix.TARGETS) - set(sys.modules):
@@ -62,11 +64,13 @@ def restore() -> None:
     global _told
     with _lock:
         _imports.forget()
+        _log.forget()
         for fix in FIXES:
-            fix.restore()
+            trouble = _undo(fix)
+            if trouble:
+                _log.once(logging.WARNING, f"vllm-kvfix: {fix.ID}: {trouble}")
         _statuses.clear()
         _told = False
-        _log.forget()
 
 
 def statuses() -> dict[str, Status]:
@@ -74,24 +78,29 @@ def statuses() -> dict[str, Status]:
     return {fix.ID: _read_back(fix) for fix in FIXES if fix.ID in _statuses}
 
 
-def _settle(fix: Fix, first: bool = False) -> Status:
+def _settle(fix: Fix) -> Status:
     """Settle one fix; whatever goes wrong, leave vLLM as it was and say so."""
     try:
-        if first:
-            fix.prepare()
         status = fix.settle()
         if status.word == APPLIED and not fix.holds():
             status = Status(FAILED, "vLLM does not call the repaired code")
     except Exception as error:
         status = Status(FAILED, f"{type(error).__name__}: {error}")
+    result = "vLLM runs as it was"
     if status.word == FAILED:
-        try:
-            fix.restore()
-        except Exception as error:
-            status = Status(FAILED, f"{status.why}; undoing it: {type(error).__name__}: {error}")
+        result = _undo(fix) or result
     if status.word in (FAILED, UNKNOWN):
-        _log.once(logging.WARNING, f"vllm-kvfix: {fix.ID} {status}; vLLM is left as it was")
+        _log.once(logging.WARNING, f"vllm-kvfix: {fix.ID} {status}; {result}")
     return status
+
+
+def _undo(fix: Fix) -> str:
+    """Put vLLM's own code back; what went wrong, if something did."""
+    try:
+        fix.restore()
+    except Exception as error:
+        return f"it could not be undone ({type(error).__name__}: {error})"
+    return ""
 
 
 def _settle_late(fix: Fix) -> _imports.Callback:
@@ -132,7 +141,7 @@ def _disabled_ids() -> set[str]:
     if unknown:
         _log.once(
             logging.WARNING,
-            f"vllm-kvfix: KVFIX_DISABLE names {', '.join(sorted(unknown))}, which is no fix; "
+            f"vllm-kvfix: KVFIX_DISABLE names {', '.join(map(repr, sorted(unknown)))}, which is no fix; "
             f"write all, or some of {', '.join(sorted(known))}",
         )
     return known if "all" in words else words & known

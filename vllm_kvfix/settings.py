@@ -20,7 +20,7 @@ def cpu_bytes_to_use(extra_config: Any) -> int:
     Accepts what ``int()`` accepts, as vLLM does (34359738368, 34359738368.0, "34359738368").
 
     Raises:
-        ValueError: missing, not a number, NaN, infinite, zero or negative.
+        ValueError: missing, not a number, NaN, infinite, zero or negative, or beyond any address.
     """
     value = extra_config.get("cpu_bytes_to_use")
     if value is None:
@@ -31,8 +31,8 @@ def cpu_bytes_to_use(extra_config: Any) -> int:
         budget = int(value)
     except (TypeError, ValueError):
         raise ValueError(f"cpu_bytes_to_use={value!r} {_WHERE} is not a number of bytes: {_EXAMPLE}") from None
-    if budget <= 0:
-        raise ValueError(f"cpu_bytes_to_use={value!r} {_WHERE} must be above zero: {_EXAMPLE}")
+    if not 0 < budget < 1 << 63:
+        raise ValueError(f"cpu_bytes_to_use={value!r} {_WHERE} must be above zero and below 2**63: {_EXAMPLE}")
     return budget
 
 

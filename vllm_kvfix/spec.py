@@ -57,6 +57,8 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
             )
         elif _ERA == _releases.TAKES_OFFLOADING_CONFIG:
             budget = _checked_budget(config.extra_config)
+            for group in config.groups:
+                settings.check_block_size(config.extra_config, group.tokens_per_block)
             super().__init__(config)
             copies = 1 if getattr(self, "replicated_layout", False) else config.parallel.world_size
             self._check_and_say(budget, (config.worker_kv_bytes_per_block,) * copies)
@@ -74,7 +76,13 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
         budget = _checked_budget(extra_config)
         for group in kv_cache_config.kv_cache_groups:
             settings.check_block_size(extra_config, group.kv_cache_spec.block_size)
-        super().__init__(config, _as_stock_takes_it(config, kv_cache_config))
+        try:
+            super().__init__(config, _as_stock_takes_it(config, kv_cache_config))
+        except AssertionError as error:
+            # From 0.21.0 a block holds the tokens of all context-parallel ranks, and vLLM asserts without a word.
+            if not str(error) and extra_config.get("block_size") is not None:
+                settings.check_block_size(extra_config, _tokens_of_all_ranks(config, kv_cache_config))
+            raise
         self.kv_cache_config = kv_cache_config
         world_size = config.parallel_config.world_size
         own_bytes = pool.bytes_per_block(_releases.kv_bytes(kv_cache_config), kv_cache_config.num_blocks)
@@ -154,7 +162,7 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
 
 
 def _chosen_by_stock_name(extra_config: Any) -> bool:
-    """Whether KVFIX_STOCK_SPEC chose us: then nothing that stock starts with may stop the server."""
+    """Whether KVFIX_STOCK_SPEC chose us: then a pool of no chunks is a WARNING, as stock starts with it."""
     return bool(extra_config.get("spec_name", _releases.STOCK_SPEC) == _releases.STOCK_SPEC)
 
 
@@ -194,6 +202,13 @@ def _as_stock_takes_it(config: Any, kv_cache_config: Any) -> Any:
     if not _releases.kv_bytes(kv_cache_config):
         seen.num_blocks = 0
     return seen
+
+
+def _tokens_of_all_ranks(config: Any, kv_cache_config: Any) -> int:
+    """Tokens of one GPU block of the first KV cache group, on all context-parallel ranks together."""
+    parallel = config.parallel_config
+    ranks = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
+    return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size * ranks)
 
 
 def _tokens(spec: Any, blocks: int) -> int:

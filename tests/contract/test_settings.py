@@ -97,6 +97,24 @@ def test_a_block_size_that_is_no_multiple_is_refused_by_vllm_first(register: Any
     assert "vllm_kvfix" not in str(error.traceback[-1].path)
 
 
+@pytest.mark.only_if(VERSION >= (0, 26, 0))
+def test_a_negative_block_size_that_vllm_lets_pass_is_refused(register: Any) -> None:
+    register()
+    with pytest.raises(ValueError, match="block_size=-16") as error:
+        spec_for(cpu_bytes_to_use=1 << 30, block_size=-16)
+    assert is_a_right_example(str(error.value), "block_size", cpu_bytes_to_use=1 << 30)
+
+
+@pytest.mark.only_if((0, 21, 0) <= VERSION < (0, 26, 0))
+def test_a_block_size_that_is_no_multiple_over_context_parallel_ranks_is_refused(register: Any) -> None:
+    """vLLM itself asserts without a word: one block holds 16 tokens of each of two ranks."""
+    register()
+    config = vllm_config({"spec_name": "FixedCPUOffloadingSpec", "cpu_bytes_to_use": 1 << 30, "block_size": 16})
+    config.parallel_config.decode_context_parallel_size = 2
+    with pytest.raises(ValueError, match=r'block_size=16 .*\(32 tokens\).*"block_size": 32'):
+        create_spec(config, plan(config, [group([Layer(width=8)] * 4)], num_blocks=10))
+
+
 # ---- KVFIX_STOCK_SPEC=1: installing a hot-fix must not stop a server that started before ----
 
 

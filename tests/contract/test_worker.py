@@ -243,3 +243,17 @@ def test_stock_refuses_the_cpu_platform_and_on_cuda_the_copies_are_vllms_own(
         one = Rig(BlocksFirst, 1, 8, "FixedCPUOffloadingSpec")
         getattr(one.spec, name)("the KV cache", *(["backends"] if name == "get_handlers" else []))
         assert len(called) == 1 and called[0][0] == "the KV cache"
+
+
+@pytest.mark.only_if(not POOL_SIZE_IS_GIVEN)
+def test_a_tensor_with_gaps_is_refused_and_not_copied_from_the_wrong_place() -> None:
+    from vllm_kvfix import hostcopy
+
+    dense = torch.arange(5 * 2 * 4, dtype=torch.int32).view(5, 2, 4)
+    (rows,) = hostcopy._rows(dense, 0)
+    assert rows.view(torch.int32).tolist() == dense.flatten(1).tolist()
+    keys, values = hostcopy._rows(dense.view(5, 2, 4).transpose(0, 1).contiguous(), 1)
+    assert keys.view(torch.int32).tolist() == dense[:, 0].tolist()
+    assert values.view(torch.int32).tolist() == dense[:, 1].tolist()
+    with pytest.raises(NotImplementedError, match="gaps"):
+        hostcopy._rows(dense[..., :3], 0)

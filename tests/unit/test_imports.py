@@ -27,12 +27,17 @@ def test_nothing_is_imported_until_somebody_imports_it(module_file):
     assert number == 2
 
 
-def test_a_module_that_is_imported_is_acted_on_at_once(module_file):
-    module_file.write_text("")
+def test_a_module_that_is_being_executed_is_not_imported_yet(module_file):
+    module_file.write_text("from vllm_kvfix import _imports\nseen = _imports.imported(__name__)")
+    seen = []
+    for _ in range(2):  # not waited for, and waited for
+        module = importlib.import_module("kvfix_example")
+        assert module.seen is None
+        assert _imports.imported("kvfix_example") is module
+        del sys.modules["kvfix_example"]
+        _imports.when_imported("kvfix_example", lambda module: seen.append(_imports.imported("kvfix_example")))
     module = importlib.import_module("kvfix_example")
-    calls = []
-    _imports.when_imported("kvfix_example", calls.append)
-    assert calls == [module]
+    assert seen[-1] is module
 
 
 def test_all_who_wait_are_called_once_and_in_order(module_file):

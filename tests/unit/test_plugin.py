@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import multiprocessing
 import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
@@ -18,9 +19,6 @@ class Example:
     """A fix of the attribute ``number`` of a module: 1 is the bug, 2 is right."""
 
     ID, TARGETS = "example", (TARGET,)
-
-    def prepare(self):
-        pass
 
     def settle(self):
         module = sys.modules.get(TARGET)
@@ -143,7 +141,7 @@ def test_a_module_that_is_not_imported_yet_is_repaired_when_it_is(monkeypatch, t
     assert log[-1].getMessage().endswith("example applied")
 
 
-@pytest.mark.parametrize("step", ["prepare", "settle", "holds", "restore"])
+@pytest.mark.parametrize("step", ["settle", "holds", "restore"])
 def test_a_fix_that_raises_leaves_the_module_as_it_was(monkeypatch, target, log, step):
     def boom(self):
         raise RuntimeError("boom")
@@ -154,10 +152,14 @@ def test_a_fix_that_raises_leaves_the_module_as_it_was(monkeypatch, target, log,
     use(monkeypatch, bad, type("Good", (Example,), {"settle": lambda self: Status(UNKNOWN, "odd")})())
     plugin.register()
     assert plugin.statuses()["bad"].word == FAILED
-    assert "boom" in plugin.statuses()["bad"].why
     assert plugin.statuses()["example"] == Status(UNKNOWN, "odd")
     warnings = [r.getMessage() for r in log if r.levelname == "WARNING"]
     assert len(warnings) == 2 and "bad failed" in warnings[0] and "example unknown (odd)" in warnings[1]
+    assert "RuntimeError: boom" in warnings[0]
+    assert ("vLLM runs as it was" in warnings[0]) == (step != "restore")
+    if step == "restore":
+        plugin.restore()
+        assert "could not be undone (RuntimeError: boom)" in log[-1].getMessage()
     if step != "restore":
         assert target.number == 1
 
@@ -227,6 +229,30 @@ assert {s.word for s in plugin.statuses().values()} == {"waiting"}, plugin.statu
 assert not {"vllm", "torch", "numpy"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_log_handler_that_raises_takes_nothing_down(monkeypatch, tmp_path, target, log):
+    def boom(record):
+        raise RuntimeError("handler")
+
+    _log.logger.handlers[0].handle = boom
+    use(monkeypatch, Example())
+    plugin.register()
+    assert target.number == 2
+    plugin.restore()
+    del sys.modules[TARGET]
+    (tmp_path / f"{TARGET}.py").write_text("number = 1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plugin.register()
+    assert importlib.import_module(TARGET).number == 2
+
+
+@pytest.mark.parametrize(("name", "level"), [("VllmWorker-1", "DEBUG"), ("EngineCore", "INFO")])
+def test_a_forked_worker_is_known_by_its_name(monkeypatch, target, log, name, level):
+    monkeypatch.setattr(multiprocessing.current_process(), "_name", name)
+    use(monkeypatch, Example())
+    plugin.register()
+    assert [r.levelname for r in log] == [level]
 
 
 def test_a_line_said_before_vllm_configures_its_log_is_said_when_it_does(monkeypatch):

@@ -18,7 +18,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_kvfix import _releases, concurrency
+from vllm_kvfix import _imports, _releases, concurrency
 from vllm_kvfix._fix import APPLIED, NOT_NEEDED, UNKNOWN, WAITING, Status, in_place_of, is_ours, original_of
 
 ID = "max-concurrency"
@@ -31,12 +31,8 @@ _RIGHT = (10.0, 5.0, 5.0)
 _KNOWN_BUG = (10.0, 8.0, 2.0)
 
 
-def prepare() -> None:
-    """Nothing: every caller looks the function up when it calls it."""
-
-
 def settle() -> Status:
-    module = sys.modules.get(_releases.KV_CACHE_UTILS)
+    module = _imports.imported(_releases.KV_CACHE_UTILS)
     if module is None:
         return Status(WAITING, f"until vLLM imports {_releases.KV_CACHE_UTILS}")
     stock = getattr(module, _NAME, None)

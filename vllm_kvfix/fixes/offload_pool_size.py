@@ -36,7 +36,7 @@ from vllm_kvfix._fix import (
 )
 
 ID = "offload-pool-size"
-TARGETS: tuple[str, ...] = (_releases.SPEC_FACTORY, *_releases.STOCK_SPEC_MODULES)
+TARGETS: tuple[str, ...] = (_releases.KV_CACHE_UTILS, _releases.SPEC_FACTORY, *_releases.STOCK_SPEC_MODULES)
 SPEC_NAME = "FixedCPUOffloadingSpec"
 AFFECTED = "affected"
 
@@ -45,17 +45,14 @@ _RIGHT = (150, 100)
 _KNOWN_BUG = (150, 50)
 
 
-def prepare() -> None:
-    """Offer our name as soon as vLLM imports its factory, before anybody can ask for it."""
-    _stock_name.carry()
-    _imports.when_imported(_releases.SPEC_FACTORY, _offer_names)
-
-
 def settle() -> Status:
-    factory, stock = _factory(), _releases.imported_stock_spec()
-    if factory is None or stock is None:
+    _stock_name.stamp_configs()
+    module, stock = _imports.imported(_releases.SPEC_FACTORY), _releases.imported_stock_spec()
+    if module is not None:
+        _offer_names(module)  # before anybody can ask for them
+    if module is None or stock is None:
         return Status(WAITING, "until EngineCore makes an offloading spec")
-    loader = factory._registry.get(SPEC_NAME)
+    loader = module.OffloadingSpecFactory._registry[SPEC_NAME]
     if not is_ours(loader):
         return Status(UNKNOWN, f"the spec name {SPEC_NAME} is {_releases.name_of(loader)}")
     verdict = recognise(stock)
@@ -66,23 +63,20 @@ def settle() -> Status:
 
 
 def holds() -> bool:
-    factory = _factory()
-    return factory is not None and is_ours(factory._registry.get(SPEC_NAME))
+    return is_ours(_registry().get(SPEC_NAME))
 
 
 def restore() -> None:
     _stock_name.restore()
-    factory, stock = _factory(), _releases.imported_stock_spec()
-    if factory is not None:
-        if is_ours(factory._registry.get(SPEC_NAME)):
-            del factory._registry[SPEC_NAME]
-        stock_loader = original_of(factory._registry.get(_releases.STOCK_SPEC))
-        if stock_loader is not None:
-            factory._registry[_releases.STOCK_SPEC] = stock_loader
-    if stock is not None:
-        init = original_of(stock.__init__)
-        if init is not None:
-            stock.__init__ = init
+    registry, stock = _registry(), _releases.imported_stock_spec()
+    if is_ours(registry.get(SPEC_NAME)):
+        del registry[SPEC_NAME]
+    stock_loader = original_of(registry.get(_releases.STOCK_SPEC))
+    if stock_loader is not None:
+        registry[_releases.STOCK_SPEC] = stock_loader
+    init = original_of(getattr(stock, "__init__", None))
+    if init is not None:
+        stock.__init__ = init
 
 
 def recognise(spec_class: Any) -> Status:
@@ -125,43 +119,44 @@ def stock_numbers(budget: int, kv_cache_config: Any, world_size: int, blocks_per
     )
 
 
-def _factory() -> Any:
-    module = sys.modules.get(_releases.SPEC_FACTORY)
-    return getattr(module, "OffloadingSpecFactory", None)
+def _registry() -> dict[str, Any]:
+    """vLLM's spec loaders by name; empty where there is no such thing."""
+    factory = getattr(sys.modules.get(_releases.SPEC_FACTORY), "OffloadingSpecFactory", None)
+    return getattr(factory, "_registry", {})
 
 
 def _offer_names(module: ModuleType) -> None:
     """Register our name, and let it stand behind the stock name if the operator asks for that."""
-    try:
-        registry = module.OffloadingSpecFactory._registry
-        if SPEC_NAME not in registry:
-            module.OffloadingSpecFactory.register_spec(SPEC_NAME, "vllm_kvfix.spec", SPEC_NAME)
+    registry = module.OffloadingSpecFactory._registry
+    if SPEC_NAME not in registry:
+        module.OffloadingSpecFactory.register_spec(SPEC_NAME, "vllm_kvfix.spec", SPEC_NAME)
+        try:
             registry[SPEC_NAME].kvfix = registry[SPEC_NAME]
-        if not _stock_name.asked():
-            return
-        stock = registry[_releases.STOCK_SPEC]
-        if is_ours(stock):
-            return
-        if not _releases.is_vllms_own(stock, module):
-            name = f"the loader of {_releases.STOCK_SPEC}"
-            _say_not_stacked(name, stock, "KVFIX_STOCK_SPEC does nothing")
-            return
+        except AttributeError:  # no function: not a registry that we know
+            del registry[SPEC_NAME]
+            raise
+    stock = registry[_releases.STOCK_SPEC]
+    if not _stock_name.asked() or is_ours(stock):
+        return
+    if _releases.is_vllms_own(stock, module):
         registry[_releases.STOCK_SPEC] = _fixed_loader(stock, registry[SPEC_NAME])
-    except Exception as error:
-        _log.once(
-            logging.WARNING,
-            f"vllm-kvfix: spec {SPEC_NAME} could not be offered to vLLM ({type(error).__name__}: {error})",
-        )
+    else:
+        name = f"the loader of {_releases.STOCK_SPEC}"
+        _say_not_stacked(name, stock, "KVFIX_STOCK_SPEC does nothing")
 
 
 def _fixed_loader(stock: Any, fixed: Any) -> Any:
     @in_place_of(stock)
     def loader() -> Any:
-        verdict = recognise(stock())
-        if verdict.word != UNKNOWN:
-            return fixed()
+        spec_class = stock()
+        try:
+            verdict = recognise(spec_class)
+            if verdict.word != UNKNOWN:
+                return fixed()
+        except Exception as error:
+            verdict = Status(UNKNOWN, f"{type(error).__name__}: {error}")
         _log.once(logging.WARNING, f"vllm-kvfix: KVFIX_STOCK_SPEC does nothing: {verdict}")
-        return stock()
+        return spec_class
 
     return loader
 
