@@ -59,9 +59,21 @@ def is_vllms_own(function: Any, module: ModuleType) -> bool:
 
 
 def name_of(thing: Any) -> str:
-    """Where a function or class comes from, for a message."""
-    named = thing if hasattr(thing, "__qualname__") else type(thing)
+    """Where a function or class really comes from: ``functools.wraps`` copies names, not code."""
+    code = getattr(thing, "__code__", None)
+    if code is not None:
+        return f"{thing.__globals__.get('__name__')}.{getattr(code, 'co_qualname', code.co_name)}"
+    named = thing if isinstance(thing, type) else type(thing)
     return f"{named.__module__}.{named.__qualname__}"
+
+
+def loads(loader: Any) -> tuple[str, str] | None:
+    """Module and name of the class that a loader in the spec factory's registry gives, if it tells."""
+    try:
+        cells = dict(zip(loader.__code__.co_freevars, (cell.cell_contents for cell in loader.__closure__)))
+        return str(cells["module_path"]), str(cells["class_name"])
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
 
 
 def imported_stock_spec() -> Any:

@@ -86,9 +86,9 @@ def _settle(fix: Fix) -> Status:
             status = Status(FAILED, "vLLM does not call the repaired code")
     except Exception as error:
         status = Status(FAILED, f"{type(error).__name__}: {error}")
-    result = "vLLM runs as it was"
+    result = "nothing is repaired"
     if status.word == FAILED:
-        result = _undo(fix) or result
+        result = _undo(fix) or "vLLM runs as it was"
     if status.word in (FAILED, UNKNOWN):
         _log.once(logging.WARNING, f"vllm-kvfix: {fix.ID} {status}; {result}")
     return status

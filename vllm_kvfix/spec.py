@@ -40,7 +40,11 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
             its value and what to write. Raised before any memory is taken.
     """
 
-    def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
+    def __init__(self, config: Any, kv_cache_config: Any = None, *more: Any, **named: Any) -> None:
+        if _ERA is None or more or named:
+            raise RuntimeError(
+                f"{offload_pool_size.SPEC_NAME} does not know this vLLM: {_VERDICT}; take spec_name back"
+            )
         if {"all", offload_pool_size.ID} & disabled_words():  # chosen by spec_module_path all the same
             raise ValueError(
                 f"KVFIX_DISABLE={os.environ['KVFIX_DISABLE']!r} turns {offload_pool_size.ID} off, but "
@@ -64,12 +68,8 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
             self._check_and_say(budget, (config.worker_kv_bytes_per_block,) * copies)
             self._say_mla_copies(config)
             _warn_of_stages(config.parallel.pp_size)
-        elif _ERA == _releases.TAKES_KV_CACHE_CONFIG:
-            self._init_from_kv_cache_config(config, kv_cache_config)
         else:
-            raise RuntimeError(
-                f"{offload_pool_size.SPEC_NAME} does not know this vLLM: {_VERDICT}; take spec_name back"
-            )
+            self._init_from_kv_cache_config(config, kv_cache_config)
 
     def _init_from_kv_cache_config(self, config: Any, kv_cache_config: Any) -> None:
         extra_config = config.kv_transfer_config.kv_connector_extra_config

@@ -281,8 +281,7 @@ def test_who_patched_first_is_left_alone_and_named(register: Any, log: Any, how:
         assert words() == WORDS
     else:
         one_warning_and_word(register, log, "max-concurrency", "unknown", NAME)
-        if how == "replaced":
-            assert "third_party" in log.ours(WARNING)[0]
+        assert f"test_register.{'third_party' if 'wrong' not in how else 'test_who'}" in log.ours(WARNING)[0]
     assert getattr(utils, NAME) is theirs
 
 
@@ -306,6 +305,28 @@ def test_who_patches_after_us_is_seen(register: Any) -> None:
     register()
     setattr(utils, NAME, third_party)
     assert words()["max-concurrency"] == ("failed" if CONCURRENCY_IS_WRONG else WORDS["max-concurrency"])
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_who_has_taken_our_spec_name_keeps_it_and_is_named(
+    register: Any, log: Any, monkeypatch: pytest.MonkeyPatch, switch: str
+) -> None:
+    monkeypatch.setenv("KVFIX_STOCK_SPEC", switch)
+    _, factory = import_targets()
+    factory.OffloadingSpecFactory.register_spec("FixedCPUOffloadingSpec", "other_plugin.spec", "TheirSpec")
+    before = state()
+    one_warning_and_word(register, log, "offload-pool-size", "unknown", "taken by other_plugin.spec.TheirSpec")
+    after = state()
+    assert (after["registry"], after["spec"]) == (before["registry"], before["spec"])
+
+
+def test_a_stock_spec_that_lives_elsewhere_is_said_at_once(register: Any, log: Any) -> None:
+    """EngineCore waits for the modules that every release has; without a word it would wait for ever."""
+    factory = importlib.import_module(FACTORY).OffloadingSpecFactory
+    del factory._registry["CPUOffloadingSpec"]
+    factory.register_spec("CPUOffloadingSpec", "vllm.v1.kv_offload.elsewhere", "CPUOffloadingSpec")
+    importlib.import_module(UTILS)
+    one_warning_and_word(register, log, "offload-pool-size", "unknown", "vllm.v1.kv_offload.elsewhere")
 
 
 @pytest.mark.only_if(CONCURRENCY_IS_WRONG)

@@ -73,7 +73,11 @@ def in_process_0_19_1(folder: Path, plain: Path, ragged: Path) -> Results:
 
 def two_ranks_0_19_1(folder: Path, plain: Path, ragged: Path) -> Results:
     parallel = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    return engines.run("0.19.1", [asking(ragged, "fixed", FIXED, passes=2, **parallel)], folder)
+    runs = [
+        asking(ragged, "fixed", FIXED, passes=2, **parallel),
+        asking(ragged, "stock name", STOCK_NAME, passes=2, **parallel),
+    ]
+    return engines.run("0.19.1", runs, folder, KVFIX_STOCK_SPEC="1")
 
 
 def disabled_0_19_1(folder: Path, plain: Path, ragged: Path) -> Results:

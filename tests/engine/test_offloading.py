@@ -77,10 +77,14 @@ def test_both_fixes_are_applied_on_0_19_1(in_process_0_19_1: Results) -> None:
     assert "/vllm_kvfix/" in process["max_concurrency"]
 
 
-def test_fixed_0_19_1_on_two_ranks(two_ranks_0_19_1: Results, in_process_0_19_1: Results) -> None:
-    """4, 2, 1, 2 KV heads are 2, 1, 1, 1 on each of two ranks."""
+@pytest.mark.parametrize("name", ["fixed", "stock name"])
+def test_fixed_0_19_1_on_two_ranks(two_ranks_0_19_1: Results, in_process_0_19_1: Results, name: str) -> None:
+    """4, 2, 1, 2 KV heads are 2, 1, 1, 1 on each of two ranks.
+
+    Under KVFIX_STOCK_SPEC=1 the stock name gives the same: the stamp reaches the workers through the executor.
+    """
     row = 2 * models.bytes_per_block((2, 1, 1, 1), BLOCK_SIZE)
-    run = two_ranks_0_19_1["fixed"]
+    run = two_ranks_0_19_1[name]
     check_it_lives(run, in_process_0_19_1["ragged, no connector"], BUDGET // row, ranks=2)
     assert not [line for line in run["log"].splitlines() if line.startswith("(Worker") and "vllm-kvfix" in line]
 

@@ -50,11 +50,15 @@ def settle() -> Status:
     module, stock = _imports.imported(_releases.SPEC_FACTORY), _releases.imported_stock_spec()
     if module is not None:
         _offer_names(module)  # before anybody can ask for them
+        registry = module.OffloadingSpecFactory._registry
+        if not is_ours(registry[SPEC_NAME]):
+            taker = ".".join(_releases.loads(registry[SPEC_NAME]) or [_releases.name_of(registry[SPEC_NAME])])
+            return Status(UNKNOWN, f"the spec name {SPEC_NAME} is taken by {taker}")
+        place = _releases.loads(registry[_releases.STOCK_SPEC])
+        if place and (place[0] not in _releases.STOCK_SPEC_MODULES or place[1] != _releases.STOCK_SPEC):
+            return Status(UNKNOWN, f"{_releases.STOCK_SPEC} is {'.'.join(place)}, not where it was in any release")
     if module is None or stock is None:
         return Status(WAITING, "until EngineCore makes an offloading spec")
-    loader = module.OffloadingSpecFactory._registry[SPEC_NAME]
-    if not is_ours(loader):
-        return Status(UNKNOWN, f"the spec name {SPEC_NAME} is {_releases.name_of(loader)}")
     verdict = recognise(stock)
     if verdict.word != AFFECTED:
         return verdict
@@ -81,6 +85,8 @@ def restore() -> None:
 
 def recognise(spec_class: Any) -> Status:
     """Whether the size that ``spec_class`` computes is the known wrong one, right, or neither."""
+    if spec_class.__module__ not in _releases.STOCK_SPEC_MODULES:
+        return Status(UNKNOWN, f"{_releases.STOCK_SPEC} is {_releases.name_of(spec_class)}, not vLLM's own")
     era = _releases.spec_era(spec_class)
     if era == _releases.TAKES_NUM_CPU_BLOCKS:
         return Status(NOT_APPLICABLE, f"num_cpu_blocks gives the size; spec {SPEC_NAME} passes on")
@@ -136,7 +142,7 @@ def _offer_names(module: ModuleType) -> None:
             del registry[SPEC_NAME]
             raise
     stock = registry[_releases.STOCK_SPEC]
-    if not _stock_name.asked() or is_ours(stock):
+    if not _stock_name.asked() or is_ours(stock) or not is_ours(registry[SPEC_NAME]):
         return
     if _releases.is_vllms_own(stock, module):
         registry[_releases.STOCK_SPEC] = _fixed_loader(stock, registry[SPEC_NAME])
