@@ -67,7 +67,7 @@ def once(level: int, message: str) -> None:
         logger.log(level, message)
     elif level < logging.INFO or in_helper():
         logger.debug(message)
-    elif logger.hasHandlers():
+    elif logger.hasHandlers() and logger.isEnabledFor(level):
         logger.info(message)
     else:
         _say_when_configured(message)

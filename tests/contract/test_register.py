@@ -320,8 +320,12 @@ def test_who_has_taken_our_spec_name_keeps_it_and_is_named(
     assert (after["registry"], after["spec"]) == (before["registry"], before["spec"])
 
 
-def test_a_stock_spec_that_lives_elsewhere_is_said_at_once(register: Any, log: Any) -> None:
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_a_stock_spec_that_lives_elsewhere_is_said_at_once(
+    register: Any, log: Any, monkeypatch: pytest.MonkeyPatch, switch: str
+) -> None:
     """EngineCore waits for the modules that every release has; without a word it would wait for ever."""
+    monkeypatch.setenv("KVFIX_STOCK_SPEC", switch)
     factory = importlib.import_module(FACTORY).OffloadingSpecFactory
     del factory._registry["CPUOffloadingSpec"]
     factory.register_spec("CPUOffloadingSpec", "vllm.v1.kv_offload.elsewhere", "CPUOffloadingSpec")

@@ -255,13 +255,15 @@ def test_a_forked_worker_is_known_by_its_name(monkeypatch, target, log, name, le
     assert [r.levelname for r in log] == [level]
 
 
-def test_a_line_said_before_vllm_configures_its_log_is_said_when_it_does(monkeypatch):
+@pytest.mark.parametrize("root", [False, True], ids=["no handler", "a handler that wants warnings"])
+def test_a_line_said_before_vllm_configures_its_log_is_said_when_it_does(monkeypatch, root):
     """As in the API server from 0.31.0: plugins are loaded before the log is set up."""
     lines = []
     vllm_logger = ModuleType("vllm.logger")
     vllm_logger.configure_logging = configure = lambda config: lines.append(config)
     monkeypatch.setitem(sys.modules, "vllm.logger", vllm_logger)
-    monkeypatch.setattr(_log.logger, "hasHandlers", lambda: False)
+    monkeypatch.setattr(_log.logger, "hasHandlers", lambda: root)
+    monkeypatch.setattr(_log.logger, "isEnabledFor", lambda level: level > logging.INFO)
     monkeypatch.setattr(_log.logger, "info", lines.append)
     _log.once(logging.INFO, "first")
     _log.once(logging.INFO, "second")

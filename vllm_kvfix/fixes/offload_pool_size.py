@@ -54,7 +54,8 @@ def settle() -> Status:
         if not is_ours(registry[SPEC_NAME]):
             taker = ".".join(_releases.loads(registry[SPEC_NAME]) or [_releases.name_of(registry[SPEC_NAME])])
             return Status(UNKNOWN, f"the spec name {SPEC_NAME} is taken by {taker}")
-        place = _releases.loads(registry[_releases.STOCK_SPEC])
+        loader = registry[_releases.STOCK_SPEC]
+        place = _releases.loads(original_of(loader) or loader)
         if place and (place[0] not in _releases.STOCK_SPEC_MODULES or place[1] != _releases.STOCK_SPEC):
             return Status(UNKNOWN, f"{_releases.STOCK_SPEC} is {'.'.join(place)}, not where it was in any release")
     if module is None or stock is None:
