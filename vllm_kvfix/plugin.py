@@ -51,8 +51,9 @@ def _register() -> None:
         _statuses[fix.ID] = _settle(fix)
         if _statuses[fix.ID].word == WAITING:
             settle_late = _settle_late(fix)
-            for target in set(fix.TARGETS) - set(sys.modules):
-                _imports.when_imported(target, settle_late)
+            for target in fix.TARGETS:
+                if target not in sys.modules:
+                    _imports.when_imported(target, settle_late)
     # A line that will be said again, when the rest is settled, is for DEBUG.
     words = {status.word for status in _statuses.values()}
     early = words == {WAITING} or (WAITING in words and _log.will_offload())
