@@ -12,6 +12,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from vllm_kvfix import pool
+
 KV_CACHE_UTILS = "vllm.v1.core.kv_cache_utils"
 SPEC_FACTORY = "vllm.v1.kv_offload.factory"
 ENGINE_CORE = "vllm.v1.engine.core"
@@ -88,16 +90,7 @@ def stock_spec_class() -> Any:
     Raises:
         ImportError: this vLLM has none where any release 0.11.0-0.33.0 has it.
     """
-    for name in STOCK_SPEC_MODULES:
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name and not name.startswith(error.name):
-                raise  # the module is there; something that it imports is missing
-            continue
-        if hasattr(module, STOCK_SPEC):
-            return getattr(module, STOCK_SPEC)
-    raise ImportError(f"this vLLM has no {STOCK_SPEC} in {' or '.join(STOCK_SPEC_MODULES)}")
+    return _class_in(STOCK_SPEC_MODULES, STOCK_SPEC)
 
 
 def offload_class(name: str) -> Any:
@@ -106,14 +99,21 @@ def offload_class(name: str) -> Any:
     Raises:
         ImportError: no module of any release 0.14.0-0.33.0 has it here.
     """
-    for module_name in _OFFLOAD_MODULES:
+    return _class_in(_OFFLOAD_MODULES, name)
+
+
+def _class_in(module_names: tuple[str, ...], name: str) -> Any:
+    """``name`` from the first of the modules that there is and that has it."""
+    for module_name in module_names:
         try:
             module = importlib.import_module(module_name)
-        except ModuleNotFoundError:
+        except ModuleNotFoundError as error:
+            if error.name and not module_name.startswith(error.name):
+                raise  # the module is there; something that it imports is missing
             continue
         if hasattr(module, name):
             return getattr(module, name)
-    raise ImportError(f"this vLLM has no {name} in {', '.join(_OFFLOAD_MODULES)}")
+    raise ImportError(f"this vLLM has no {name} in {' or '.join(module_names)}")
 
 
 def spec_era(spec_class: Any) -> str | None:
@@ -164,6 +164,11 @@ def kv_bytes(kv_cache_config: Any) -> int:
     if tensors and getattr(tensors[0], "block_stride", 0):
         return int(tensors[0].size)
     return sum(int(tensor.size) for tensor in tensors)
+
+
+def kv_bytes_per_block(kv_cache_config: Any) -> int:
+    """KV bytes that the rank of this config keeps for one GPU block, 0.14.0-0.25.1."""
+    return pool.bytes_per_block(kv_bytes(kv_cache_config), kv_cache_config.num_blocks)
 
 
 def first_layer_spec(kv_cache_spec: Any) -> Any:

@@ -85,7 +85,7 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
             raise
         self.kv_cache_config = kv_cache_config
         world_size = config.parallel_config.world_size
-        own_bytes = pool.bytes_per_block(_releases.kv_bytes(kv_cache_config), kv_cache_config.num_blocks)
+        own_bytes = _releases.kv_bytes_per_block(kv_cache_config)
         rank_bytes = (own_bytes,) * world_size
         stock = None
         if _AFFECTED:

@@ -117,7 +117,7 @@ def stock_numbers(budget: int, kv_cache_config: Any, world_size: int, blocks_per
         return None
     page, page_sum = pages.pop(), sums.pop()
     num_tensors = len(kv_cache_config.kv_cache_tensors)
-    actual = pool.bytes_per_block(_releases.kv_bytes(kv_cache_config), kv_cache_config.num_blocks)
+    actual = _releases.kv_bytes_per_block(kv_cache_config)
     if page == page_sum and actual != page * num_tensors:
         page_sum = actual
     return (
@@ -203,7 +203,7 @@ def _warn_if_numbers_differ(spec: Any, config: Any, kv_cache_config: Any) -> Non
     if numbers is None or numbers[0] == numbers[1]:
         return
     scheduler, worker = numbers
-    own = pool.bytes_per_block(_releases.kv_bytes(kv_cache_config), kv_cache_config.num_blocks)
+    own = _releases.kv_bytes_per_block(kv_cache_config)
     right = pool.num_chunks(budget, pool.row_bytes((own,) * ranks, factor))
     if _log.in_helper() and (scheduler != right or config.parallel_config.rank > 0):
         return  # the scheduler's number shows the difference too: EngineCore says it, once
