@@ -10,6 +10,12 @@ from vllm_kvfix import concurrency
 GROUPS = st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(1, 1 << 24)), min_size=1, max_size=8)
 
 
+@given(st.integers(0, 1 << 40), st.integers(1, 1 << 24))
+def test_a_block_that_is_filled_in_part_is_taken_whole(request_bytes, page):
+    blocks = concurrency.blocks_per_request([(request_bytes, page)])
+    assert (blocks - 1) * page < request_bytes <= blocks * page
+
+
 @given(GROUPS, st.randoms())
 def test_the_order_of_groups_does_not_matter(groups, random):
     shuffled = random.sample(groups, len(groups))

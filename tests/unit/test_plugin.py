@@ -73,6 +73,13 @@ def use(monkeypatch, *fixes):
     monkeypatch.setattr(plugin, "FIXES", fixes)
 
 
+def register_from(module, function, spec=None, **arguments):
+    """As vLLM calls it: from a function of one of its modules."""
+    scope = {"__name__": module, "__spec__": spec, "register": plugin.register}
+    exec(f"def {function}({', '.join(arguments)}): register()", scope)
+    scope[function](**arguments)
+
+
 def test_apply_restore_apply(monkeypatch, target):
     use(monkeypatch, Example())
     for _ in range(2):
@@ -95,9 +102,7 @@ def test_registering_twice_changes_and_says_nothing_more(monkeypatch, target, lo
 
 def test_a_worker_says_it_at_debug(monkeypatch, target, log):
     use(monkeypatch, Example())
-    caller = {"__name__": "vllm.v1.worker.worker_base", "register": plugin.register}
-    exec("def init_worker(): register()", caller)
-    caller["init_worker"]()
+    register_from("vllm.v1.worker.worker_base", "init_worker")
     assert [r.levelname for r in log] == ["DEBUG"]
 
 
@@ -109,9 +114,7 @@ def test_an_engine_core_that_will_offload_speaks_when_all_is_settled(monkeypatch
     other = type("Other", (Example,), {"ID": "other", "settle": lambda self: Status(NOT_NEEDED, "")})()
     use(monkeypatch, Example(), other)
     connector = SimpleNamespace(kv_connector="OffloadingConnector")
-    caller = {"__name__": "vllm.v1.engine.core", "register": plugin.register}
-    exec("def __init__(vllm_config): register()", caller)
-    caller["__init__"](SimpleNamespace(kv_transfer_config=connector))
+    register_from("vllm.v1.engine.core", "__init__", vllm_config=SimpleNamespace(kv_transfer_config=connector))
     assert [r.levelname for r in log] == ["DEBUG"]
     importlib.import_module(TARGET)
     assert [(r.levelname, r.getMessage().split(": ")[1]) for r in log[1:]] == [
@@ -122,9 +125,7 @@ def test_an_engine_core_that_will_offload_speaks_when_all_is_settled(monkeypatch
 def test_a_model_inspection_process_says_it_at_debug(monkeypatch, target, log):
     use(monkeypatch, Example())
     spec = SimpleNamespace(name="vllm.model_executor.models.registry")
-    caller = {"__name__": "__main__", "__spec__": spec, "register": plugin.register}
-    exec("def _run(): register()", caller)
-    caller["_run"]()
+    register_from("__main__", "_run", spec)
     assert [r.levelname for r in log] == ["DEBUG"]
 
 
@@ -172,9 +173,7 @@ def test_the_api_server_says_it_once_unless_a_repair_is_on(monkeypatch, tmp_path
     monkeypatch.setattr(_log, "_at_command_line", False)
     other = type("Other", (Example,), {"ID": "other", "settle": lambda self: Status(NOT_NEEDED, "")})()
     use(monkeypatch, Example(), other)
-    scope = {"__name__": "vllm.engine.arg_utils", "register": plugin.register}
-    exec(f"def {caller}(): register()", scope)
-    scope[caller]()
+    register_from("vllm.engine.arg_utils", caller)
     importlib.import_module(TARGET)
     assert plugin.statuses()["example"].word == NOT_NEEDED
     assert [r.levelname for r in log] == levels
