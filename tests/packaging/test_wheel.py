@@ -23,8 +23,19 @@ DIST_INFO = f"vllm_kvfix-{vllm_kvfix.__version__}.dist-info"
 
 # Run by a fresh venv. `distribution` reads entry points the same way on every Python from 3.9.
 REGISTER = """\
+import os
 import sys
 from importlib.metadata import distribution
+
+
+def refuse(event, arguments):
+    writes = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+    if event.startswith(("socket.", "subprocess.")) or (event == "open" and arguments[2] & writes):
+        os.write(2, f"{event} {arguments}".encode())
+        os._exit(3)  # an exception might be caught
+
+
+sys.addaudithook(refuse)
 
 import vllm_kvfix
 
@@ -149,6 +160,6 @@ def test_installs_offline_and_registers_without_vllm(wheel: Path, python: str, t
     run(venv / "bin/python", "-m", "pip", "install", "--no-deps", "--no-index", wheel, env=environ)
     shutil.rmtree(home)
     home.mkdir()
-    output = run(venv / "bin/python", "-c", REGISTER, env=environ, cwd=home).splitlines()[-1]
+    output = run(venv / "bin/python", "-B", "-c", REGISTER, env=environ, cwd=home).splitlines()[-1]
     assert output.startswith(f"kvfix vllm_kvfix.plugin:register {venv}/lib/")
     assert list(home.iterdir()) == [], "register() wrote a file"
