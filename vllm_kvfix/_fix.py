@@ -15,9 +15,14 @@ UNKNOWN = "unknown"
 FAILED = "failed"
 WAITING = "waiting"  # for vLLM to import what is to be judged; settled at that moment
 
+# What the code of the installed vLLM was found to be; or UNKNOWN.
+AFFECTED = "affected"
+RIGHT = "right"
+ABSENT = "absent"  # there is nothing that could have the bug
+
 
 class Status(NamedTuple):
-    """How a fix stands in this process: one of the words above, and why."""
+    """How a fix stands in this process, or what vLLM's code is: one of the words above, and why."""
 
     word: str
     why: str
@@ -32,6 +37,11 @@ class Fix(Protocol):
     ID: str
     TARGETS: tuple[str, ...]
     """Names of the vLLM modules it needs. It imports none of them, but waits until vLLM does."""
+    STOCK_CODE: dict[str, tuple[str, ...]]
+    """The code that it judges, replaces or wraps: qualified name -> modules that may define it."""
+
+    def stock(self) -> Status:
+        """What vLLM's own code is, whether it is repaired here or not; WAITING while it is not imported."""
 
     def settle(self) -> Status:
         """Recognise the bug, repair it only if it is there; WAITING while a target is missing.
@@ -44,6 +54,12 @@ class Fix(Protocol):
 
     def restore(self) -> None:
         """Put vLLM's own code back; harmless when nothing was changed."""
+
+
+def unrepaired(verdict: Status) -> Status:
+    """How a fix stands that found this and leaves vLLM alone."""
+    word = {RIGHT: NOT_NEEDED, ABSENT: NOT_APPLICABLE}.get(verdict.word, UNKNOWN)
+    return Status(word, verdict.why)
 
 
 def disabled_words() -> set[str]:

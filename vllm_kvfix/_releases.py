@@ -19,6 +19,7 @@ SPEC_FACTORY = "vllm.v1.kv_offload.factory"
 ENGINE_CORE = "vllm.v1.engine.core"
 ARGUMENTS = "vllm.engine.arg_utils"
 CONNECTOR = "OffloadingConnector"
+PLANNER_MODULES = (KV_CACHE_UTILS, "vllm.v1.core.kv_cache_planning")  # to 0.32.0; from 0.33.0
 # get_kv_cache_configs() is defined in one module and bound by name in another, 0.14.0-0.19.1.
 PLANNER_CALLERS = (KV_CACHE_UTILS, ENGINE_CORE)
 STOCK_SPEC = "CPUOffloadingSpec"

@@ -18,7 +18,7 @@ from vllm_kvfix import _log, _releases
 from vllm_kvfix._fix import in_place_of, is_ours, original_of
 
 _STAMP = "kvfix_stock_spec"
-_PLANNER = "get_kv_cache_configs"
+PLANNER = "get_kv_cache_configs"
 
 
 def asked() -> bool:
@@ -33,9 +33,9 @@ def stamp_configs() -> None:
     """In EngineCore: stamp every KV cache config that is planned, if the operator asked."""
     if asked():
         for caller in _callers():
-            planner = getattr(caller, _PLANNER, None)
+            planner = getattr(caller, PLANNER, None)
             if planner is not None and not is_ours(planner):
-                setattr(caller, _PLANNER, _stamping(planner))
+                setattr(caller, PLANNER, _stamping(planner))
 
 
 def _stamping(planner: Any) -> Any:
@@ -55,9 +55,9 @@ def _stamping(planner: Any) -> Any:
 
 def restore() -> None:
     for module in _callers():
-        planner = original_of(getattr(module, _PLANNER, None))
+        planner = original_of(getattr(module, PLANNER, None))
         if planner is not None:
-            setattr(module, _PLANNER, planner)
+            setattr(module, PLANNER, planner)
 
 
 def refuse_disagreement(kv_cache_config: Any, fixed: bool) -> None:
@@ -77,7 +77,7 @@ def refuse_disagreement(kv_cache_config: Any, fixed: bool) -> None:
         f"KVFIX_STOCK_SPEC is set in {one} and not in {other}: their CPU pools would differ, and "
         "stores would be out of bounds. Set KVFIX_STOCK_SPEC=1 in the environment of every node; "
         "with Ray, from vLLM 0.17.0, also VLLM_RAY_EXTRA_ENV_VARS_TO_COPY=KVFIX_STOCK_SPEC. If it is, "
-        f"another plugin has replaced {_PLANNER}: write spec_name instead"
+        f"another plugin has replaced {PLANNER}: write spec_name instead"
     )
 
 

@@ -19,13 +19,13 @@ from typing import Any
 from vllm.platforms import current_platform
 
 from vllm_kvfix import _log, _releases, _stock_name, hostcopy, pool, settings
-from vllm_kvfix._fix import disabled_words
+from vllm_kvfix._fix import AFFECTED, disabled_words
 from vllm_kvfix.fixes import offload_pool_size
 
 _Stock = _releases.stock_spec_class()
 _ERA = _releases.spec_era(_Stock)
 _VERDICT = offload_pool_size.recognise(_Stock)
-_AFFECTED = _VERDICT.word == offload_pool_size.AFFECTED
+_AFFECTED = _VERDICT.word == AFFECTED
 
 
 class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what is installed

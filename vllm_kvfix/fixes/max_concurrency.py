@@ -15,16 +15,28 @@ Goes when: nobody runs 0.26.0 or older any more.
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from vllm_kvfix import _imports, _releases, concurrency
-from vllm_kvfix._fix import APPLIED, NOT_NEEDED, UNKNOWN, WAITING, Status, in_place_of, is_ours, original_of
+from vllm_kvfix._fix import (
+    AFFECTED,
+    APPLIED,
+    RIGHT,
+    UNKNOWN,
+    WAITING,
+    Status,
+    in_place_of,
+    is_ours,
+    original_of,
+    unrepaired,
+)
 
 ID = "max-concurrency"
 TARGETS: tuple[str, ...] = (_releases.KV_CACHE_UTILS,)
 
 _NAME = "get_max_concurrency_for_kv_cache_config"
+STOCK_CODE: dict[str, tuple[str, ...]] = {_NAME: (_releases.KV_CACHE_UTILS,)}
 
 # The answers to the three questions of _answers().
 _RIGHT = (10.0, 5.0, 5.0)
@@ -35,21 +47,37 @@ def settle() -> Status:
     module = _imports.imported(_releases.KV_CACHE_UTILS)
     if module is None:
         return Status(WAITING, f"until vLLM imports {_releases.KV_CACHE_UTILS}")
-    stock = getattr(module, _NAME, None)
-    if stock is None:
-        return Status(UNKNOWN, f"{_releases.KV_CACHE_UTILS} has no {_NAME}")
-    if is_ours(stock):
+    function = getattr(module, _NAME, None)
+    if is_ours(function):
         return Status(APPLIED, "")
-    answers = _answers(stock)
-    if not _releases.is_vllms_own(stock, module):
-        name = f"{_NAME} is {_releases.name_of(stock)}, not vLLM's own"
-        return Status(NOT_NEEDED, f"{name}, and right") if answers == _RIGHT else Status(UNKNOWN, name)
-    if answers == _RIGHT:
-        return Status(NOT_NEEDED, "right since 0.27.0, vLLM #48317")
-    if answers != _KNOWN_BUG:
-        return Status(UNKNOWN, f"{_NAME} answers {answers}, not {_KNOWN_BUG} or {_RIGHT}")
-    setattr(module, _NAME, _fixed(stock))
+    verdict = recognise(function, module)
+    if verdict.word != AFFECTED:
+        return unrepaired(verdict)
+    setattr(module, _NAME, _fixed(function))
     return Status(APPLIED, "")
+
+
+def stock() -> Status:
+    module = _imports.imported(_releases.KV_CACHE_UTILS)
+    if module is None:
+        return Status(WAITING, f"until vLLM imports {_releases.KV_CACHE_UTILS}")
+    function = getattr(module, _NAME, None)
+    return recognise(original_of(function) or function, module)
+
+
+def recognise(function: Any, module: ModuleType) -> Status:
+    """Whether what ``module`` has for the function answers as the known bug, rightly, or neither."""
+    if function is None:
+        return Status(UNKNOWN, f"{module.__name__} has no {_NAME}")
+    answers = _answers(function)
+    if not _releases.is_vllms_own(function, module):
+        name = f"{_NAME} is {_releases.name_of(function)}, not vLLM's own"
+        return Status(RIGHT, f"{name}, and right") if answers == _RIGHT else Status(UNKNOWN, name)
+    if answers == _RIGHT:
+        return Status(RIGHT, "right since 0.27.0, vLLM #48317")
+    if answers == _KNOWN_BUG:
+        return Status(AFFECTED, "")
+    return Status(UNKNOWN, f"{_NAME} answers {answers}, not {_KNOWN_BUG} or {_RIGHT}")
 
 
 def holds() -> bool:

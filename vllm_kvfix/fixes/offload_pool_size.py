@@ -24,30 +24,38 @@ from typing import Any
 
 from vllm_kvfix import _imports, _log, _releases, _stock_name, pool
 from vllm_kvfix._fix import (
+    ABSENT,
+    AFFECTED,
     APPLIED,
-    NOT_APPLICABLE,
-    NOT_NEEDED,
+    RIGHT,
     UNKNOWN,
     WAITING,
     Status,
     in_place_of,
     is_ours,
     original_of,
+    unrepaired,
 )
 
 ID = "offload-pool-size"
 TARGETS: tuple[str, ...] = (_releases.KV_CACHE_UTILS, _releases.SPEC_FACTORY, *_releases.STOCK_SPEC_MODULES)
+STOCK_CODE: dict[str, tuple[str, ...]] = {
+    f"{_releases.STOCK_SPEC}.__init__": _releases.STOCK_SPEC_MODULES,
+    "OffloadingSpecFactory": (_releases.SPEC_FACTORY,),
+    _stock_name.PLANNER: _releases.PLANNER_MODULES,
+}
 SPEC_NAME = "FixedCPUOffloadingSpec"
-AFFECTED = "affected"
 
 # The answers to the two questions of _answers(), in chunks.
 _RIGHT = (150, 100)
 _KNOWN_BUG = (150, 50)
 
+_UNTIL = "until EngineCore makes an offloading spec"
+
 
 def settle() -> Status:
     _stock_name.stamp_configs()
-    module, stock = _imports.imported(_releases.SPEC_FACTORY), _releases.imported_stock_spec()
+    module, stock_spec = _imports.imported(_releases.SPEC_FACTORY), _releases.imported_stock_spec()
     if module is not None:
         _offer_names(module)  # before anybody can ask for them
         registry = module.OffloadingSpecFactory._registry
@@ -58,13 +66,18 @@ def settle() -> Status:
         place = _releases.loads(original_of(loader) or loader)
         if place and (place[0] not in _releases.STOCK_SPEC_MODULES or place[1] != _releases.STOCK_SPEC):
             return Status(UNKNOWN, f"{_releases.STOCK_SPEC} is {'.'.join(place)}, not where it was in any release")
-    if module is None or stock is None:
-        return Status(WAITING, "until EngineCore makes an offloading spec")
-    verdict = recognise(stock)
+    if module is None or stock_spec is None:
+        return Status(WAITING, _UNTIL)
+    verdict = recognise(stock_spec)
     if verdict.word != AFFECTED:
-        return verdict
-    _watch_stock_spec(stock)
+        return unrepaired(verdict)
+    _watch_stock_spec(stock_spec)
     return Status(APPLIED, f"spec {SPEC_NAME}")
+
+
+def stock() -> Status:
+    stock_spec = _releases.imported_stock_spec()
+    return Status(WAITING, _UNTIL) if stock_spec is None else recognise(stock_spec)
 
 
 def holds() -> bool:
@@ -73,15 +86,15 @@ def holds() -> bool:
 
 def restore() -> None:
     _stock_name.restore()
-    registry, stock = _registry(), _releases.imported_stock_spec()
+    registry, stock_spec = _registry(), _releases.imported_stock_spec()
     if is_ours(registry.get(SPEC_NAME)):
         del registry[SPEC_NAME]
     stock_loader = original_of(registry.get(_releases.STOCK_SPEC))
     if stock_loader is not None:
         registry[_releases.STOCK_SPEC] = stock_loader
-    init = original_of(getattr(stock, "__init__", None))
+    init = original_of(getattr(stock_spec, "__init__", None))
     if init is not None:
-        stock.__init__ = init
+        stock_spec.__init__ = init
 
 
 def recognise(spec_class: Any) -> Status:
@@ -90,7 +103,7 @@ def recognise(spec_class: Any) -> Status:
         return Status(UNKNOWN, f"{_releases.STOCK_SPEC} is {_releases.name_of(spec_class)}, not vLLM's own")
     era = _releases.spec_era(spec_class)
     if era == _releases.TAKES_NUM_CPU_BLOCKS:
-        return Status(NOT_APPLICABLE, f"num_cpu_blocks gives the size; spec {SPEC_NAME} passes on")
+        return Status(ABSENT, f"num_cpu_blocks gives the size; spec {SPEC_NAME} passes on")
     if era is None:
         return Status(UNKNOWN, f"{_releases.name_of(spec_class)} has another constructor")
     try:
@@ -98,7 +111,7 @@ def recognise(spec_class: Any) -> Status:
     except Exception as error:
         return Status(UNKNOWN, f"{type(error).__name__}: {error}")
     if answers == _RIGHT:
-        return Status(NOT_NEEDED, f"right since 0.20.0, vLLM #39617; spec {SPEC_NAME} usable")
+        return Status(RIGHT, f"right since 0.20.0, vLLM #39617; spec {SPEC_NAME} usable")
     if answers == _KNOWN_BUG:
         return Status(AFFECTED, "")
     return Status(UNKNOWN, f"{_releases.STOCK_SPEC} answers {answers}, not {_KNOWN_BUG}, {_RIGHT}")
