@@ -64,6 +64,8 @@ def _canonical(node: Any) -> str:
     fields = {name: value for name, value in ast.iter_fields(node) if value not in (None, []) and name != "kind"}
     if isinstance(node, _NAMED) and ast.get_docstring(node, clean=False) is not None:
         fields["body"] = node.body[1:]
+    if isinstance(node, ast.JoinedStr):  # Python 3.12 puts an empty string after a nested format
+        fields["values"] = [part for part in node.values if getattr(part, "value", None) != ""]
     return f"{type(node).__name__}({','.join(f'{name}={_canonical(fields[name])}' for name in sorted(fields))})"
 
 
