@@ -1,14 +1,19 @@
-"""Run tests/contract once for each vLLM release, two at a time, and count.
+"""Run tests/contract once for each vLLM release, side by side, and count.
 
-    python3 tools/contract.py RELEASE...
+    python3 tools/contract.py [RELEASE...]              all that there are if none is named
+    python3 tools/contract.py --support [RELEASE...]    only what the support table says
+    python3 tools/contract.py --write [RELEASE...]      write the support table, of the releases that pass
 
 Prints a line for each release as it ends, the whole output of those that failed, and `N passed, N failed` as the
-last line. A release in which no test passed has failed.
+last line. A release in which no test passed has failed; so has, unless the table is written, one of which
+vllm_kvfix/support.json says what is not so.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -18,11 +23,15 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import envs
+import support
 
 ROOT = Path(__file__).resolve().parents[1]
-AT_ONCE = 2  # a process with torch and vLLM takes a core and about 1 GB
+MEMORY = 3 << 30  # bytes that the tests of one release may take
 LIMIT = 900  # seconds for the tests of one release
 # What an operator's shell may hold and would change what the tests see.
 STRIPPED = ("PYTHONPATH", "VLLM_", "KVFIX_DISABLE", "KVFIX_STOCK_SPEC")
@@ -38,6 +47,13 @@ class Result:
     passed: int = 0
     failed: int = 0
     skipped: int = 0
+    support: support.Rows = field(default_factory=dict)
+
+
+def at_once() -> int:
+    """Releases to test side by side: each takes a core."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(len(os.sched_getaffinity(0)), memory // MEMORY))
 
 
 def counts(passed: int, failed: int, skipped: int) -> str:
@@ -73,7 +89,7 @@ def bounded(command: list[str], environ: dict[str, str], log: Path) -> int:
             RUNNING.discard(process.pid)
 
 
-def test(release: str) -> Result:
+def test(release: str, options: argparse.Namespace) -> Result:
     result = Result(release)
     setup = subprocess.run(
         [sys.executable, str(ROOT / "tools/envs.py"), "contract", release], stdout=subprocess.PIPE, text=True
@@ -87,19 +103,27 @@ def test(release: str) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         log, report = Path(folder, "log"), Path(folder, "report.xml")
         python = setup.stdout.splitlines()[-1]
-        options = ["-p", "no:cacheprovider", f"--junitxml={report}"]
-        status = bounded([python, "-m", "pytest", "tests/contract", *options], environ, log)
+        tests = "tests/contract" + ("/test_support.py" if options.support else "")
+        command = [python, "-m", "pytest", tests, "-p", "no:cacheprovider", f"--junitxml={report}"]
+        status = bounded(command, environ, log)
         result.output = log.read_text(errors="replace")
-        for suite in ElementTree.parse(report).iter("testsuite") if report.exists() else ():
+        root: Any = ElementTree.parse(report) if report.exists() else ElementTree.Element("none")
+        for suite in root.iter("testsuite"):
             total, errors, failures, skipped = (
                 int(suite.get(k, 0)) for k in ("tests", "errors", "failures", "skipped")
             )
             result.passed += total - errors - failures - skipped
             result.failed += errors + failures
             result.skipped += skipped
+        for measured in root.iter("property"):
+            result.support = json.loads(measured.get("value"))
     if not result.failed and (status or not result.passed):
         result.failed = 1
         result.output += f"\npytest ended with exit status {status}, {result.passed} tests passed\n"
+    difference = "" if options.write else support.difference(release, result.support)
+    if difference and not result.failed:
+        result.failed = 1
+        result.output += f"\n{difference}\nif that is so, write the table anew: make matrix\n"
     result.seconds = time.monotonic() - start
     return result
 
@@ -116,18 +140,24 @@ def ending(pool: ThreadPoolExecutor) -> Iterator[None]:
         raise
 
 
-def main(releases: list[str]) -> int:
-    if not releases:
-        print(__doc__, file=sys.stderr)
-        return 2
-    results = []
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    only = parser.add_mutually_exclusive_group()  # a row in the table says that all tests passed
+    only.add_argument("--support", action="store_true")
+    only.add_argument("--write", action="store_true")
+    parser.add_argument("releases", nargs="*", default=list(envs.requirements()))
+    options = parser.parse_args(arguments)
+    results: list[Result] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with ThreadPoolExecutor(AT_ONCE) as pool, ending(pool):
-        for future in as_completed([pool.submit(test, release) for release in releases]):
+    with ThreadPoolExecutor(at_once()) as pool, ending(pool):
+        for future in as_completed([pool.submit(test, release, options) for release in options.releases]):
             result = future.result()
             results.append(result)
+            if options.write and not result.failed:
+                support.record_measured(result.release, result.support)
             words = counts(result.passed, result.failed, result.skipped)
-            print(f"vLLM {result.release:8}{words} in {result.seconds:.0f} s", flush=True)
+            done = f"[{len(results):{len(str(len(options.releases)))}}/{len(options.releases)}]"
+            print(f"{done} vLLM {result.release:8}{words} in {result.seconds:.0f} s", flush=True)
     bad = [result for result in results if result.failed]
     for result in bad:
         print(f"\n===== vLLM {result.release} =====\n{result.output}")

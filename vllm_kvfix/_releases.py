@@ -119,13 +119,15 @@ def _class_in(module_names: tuple[str, ...], name: str) -> Any:
 
 def spec_era(spec_class: Any) -> str | None:
     """Which of the three constructors a ``CPUOffloadingSpec`` has; None for any other."""
-    names = tuple(inspect.signature(spec_class.__init__).parameters)[1:]
+    _, *parameters = inspect.signature(spec_class.__init__).parameters.values()
+    if any(parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in parameters):
+        return None
     eras = {
         ("vllm_config",): TAKES_NUM_CPU_BLOCKS,
         ("vllm_config", "kv_cache_config"): TAKES_KV_CACHE_CONFIG,
         ("config",): TAKES_OFFLOADING_CONFIG,
     }
-    return eras.get(names)
+    return eras.get(tuple(parameter.name for parameter in parameters))
 
 
 def blocks_per_chunk(spec: Any) -> int:

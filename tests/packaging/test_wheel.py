@@ -123,7 +123,8 @@ def test_entry_points_are_those_of_the_one_file_that_declares_them(files: dict[s
 
 def test_holds_the_whole_package_and_nothing_else(files: dict[str, bytes]) -> None:
     package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "vllm_kvfix").rglob("*.py")} | {
-        "vllm_kvfix/py.typed"
+        "vllm_kvfix/py.typed",
+        "vllm_kvfix/support.json",
     }
     assert {name for name in files if not name.startswith(f"{DIST_INFO}/")} == package
     assert files[f"{DIST_INFO}/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()

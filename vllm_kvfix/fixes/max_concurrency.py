@@ -14,6 +14,7 @@ Goes when: nobody runs 0.26.0 or older any more.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -36,6 +37,7 @@ ID = "max-concurrency"
 TARGETS: tuple[str, ...] = (_releases.KV_CACHE_UTILS,)
 
 _NAME = "get_max_concurrency_for_kv_cache_config"
+_PARAMETERS = ("vllm_config", "kv_cache_config")
 STOCK_CODE: dict[str, tuple[str, ...]] = {_NAME: (_releases.KV_CACHE_UTILS,)}
 
 # The answers to the three questions of _answers().
@@ -71,13 +73,16 @@ def recognise(function: Any, module: ModuleType) -> Status:
         return Status(UNKNOWN, f"{module.__name__} has no {_NAME}")
     answers = _answers(function)
     if not _releases.is_vllms_own(function, module):
-        name = f"{_NAME} is {_releases.name_of(function)}, not vLLM's own"
+        name = f"{_NAME} is {_releases.name_of(function)}, as in no release"
         return Status(RIGHT, f"{name}, and right") if answers == _RIGHT else Status(UNKNOWN, name)
     if answers == _RIGHT:
         return Status(RIGHT, "right since 0.27.0, vLLM #48317")
-    if answers == _KNOWN_BUG:
-        return Status(AFFECTED, "")
-    return Status(UNKNOWN, f"{_NAME} answers {answers}, not {_KNOWN_BUG} or {_RIGHT}")
+    if answers != _KNOWN_BUG:
+        return Status(UNKNOWN, f"{_NAME} answers {answers}, not {_KNOWN_BUG} or {_RIGHT}")
+    parameters = tuple(inspect.signature(function).parameters)
+    if parameters != _PARAMETERS:  # vLLM's callers may pass what ours does not take
+        return Status(UNKNOWN, f"{_NAME} takes {', '.join(parameters)}")
+    return Status(AFFECTED, "")
 
 
 def holds() -> bool:

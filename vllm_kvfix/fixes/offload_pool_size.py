@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import MutableMapping
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -100,13 +101,16 @@ def restore() -> None:
 def recognise(spec_class: Any) -> Status:
     """Whether the size that ``spec_class`` computes is the known wrong one, right, or neither."""
     if spec_class.__module__ not in _releases.STOCK_SPEC_MODULES:
-        return Status(UNKNOWN, f"{_releases.STOCK_SPEC} is {_releases.name_of(spec_class)}, not vLLM's own")
+        return Status(UNKNOWN, f"{_releases.STOCK_SPEC} is {_releases.name_of(spec_class)}, as in no release")
     era = _releases.spec_era(spec_class)
-    if era == _releases.TAKES_NUM_CPU_BLOCKS:
-        return Status(ABSENT, f"num_cpu_blocks gives the size; spec {SPEC_NAME} passes on")
     if era is None:
         return Status(UNKNOWN, f"{_releases.name_of(spec_class)} has another constructor")
     try:
+        if era == _releases.TAKES_NUM_CPU_BLOCKS:
+            made = _probe(spec_class, {"num_cpu_blocks": 37})(None).num_cpu_blocks
+            if made != 37:
+                return Status(UNKNOWN, f"{_releases.STOCK_SPEC} makes {made} chunks of num_cpu_blocks 37")
+            return Status(ABSENT, f"num_cpu_blocks gives the size; spec {SPEC_NAME} passes on")
         answers = _answers(spec_class, era)
     except Exception as error:
         return Status(UNKNOWN, f"{type(error).__name__}: {error}")
@@ -139,15 +143,18 @@ def stock_numbers(budget: int, kv_cache_config: Any, world_size: int, blocks_per
     )
 
 
-def _registry() -> dict[str, Any]:
+def _registry() -> MutableMapping[str, Any]:
     """vLLM's spec loaders by name; empty where there is no such thing."""
     factory = getattr(sys.modules.get(_releases.SPEC_FACTORY), "OffloadingSpecFactory", None)
-    return getattr(factory, "_registry", {})
+    registry = getattr(factory, "_registry", {})
+    return registry if isinstance(registry, MutableMapping) else {}
 
 
 def _offer_names(module: ModuleType) -> None:
     """Register our name, and let it stand behind the stock name if the operator asks for that."""
     registry = module.OffloadingSpecFactory._registry
+    if not isinstance(registry, MutableMapping):
+        raise TypeError(f"OffloadingSpecFactory._registry is a {type(registry).__name__}")
     if SPEC_NAME not in registry:
         module.OffloadingSpecFactory.register_spec(SPEC_NAME, "vllm_kvfix.spec", SPEC_NAME)
         try:
@@ -206,7 +213,7 @@ def _watch_stock_spec(stock: Any) -> None:
 
 def _say_not_stacked(what: str, taker: Any, effect: str) -> None:
     name = _releases.name_of(taker)
-    _log.once(logging.WARNING, f"vllm-kvfix: {what} is {name}, not vLLM's own: {effect}")
+    _log.once(logging.WARNING, f"vllm-kvfix: {what} is {name}, as in no release: {effect}")
 
 
 def _warn_if_numbers_differ(spec: Any, config: Any, kv_cache_config: Any) -> None:
@@ -245,18 +252,23 @@ def _answers(spec_class: Any, era: str) -> tuple[int, int]:
     return equal, ragged
 
 
-def _chunks(spec_class: Any, era: str, page: int, layers: tuple[int, ...], budget: int) -> int:
-    extra_config = {"cpu_bytes_to_use": budget}
+def _probe(spec_class: Any, extra_config: dict[str, int]) -> Any:
+    """A subclass of ``spec_class`` of which only the constructor with the formula runs.
+
+    The base's would log, and reads much more of vLLM's configuration: a stand-in comes before it.
+    """
 
     def stand_in_init(self: Any, *args: Any) -> None:
         self.extra_config = extra_config
         self.gpu_block_size = self.offloaded_block_size = 16
         self.block_size_factor = self.blocks_per_chunk = 1
 
-    # Between the class and its base, so that only the constructor with the formula runs: the
-    # base's would log, and reads much more of vLLM's configuration.
-    base = type("_StandIn", (spec_class.__mro__[1],), {"__init__": stand_in_init})
-    probe = type("_Probe", (spec_class, base), {})
+    stand_in = type("_StandIn", (spec_class.__mro__[1],), {"__init__": stand_in_init})
+    return type(spec_class.__name__, (spec_class, stand_in), {})
+
+
+def _chunks(spec_class: Any, era: str, page: int, layers: tuple[int, ...], budget: int) -> int:
+    probe = _probe(spec_class, {"cpu_bytes_to_use": budget})
     if era == _releases.TAKES_OFFLOADING_CONFIG:
         spec = probe(
             SimpleNamespace(
