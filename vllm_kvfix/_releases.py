@@ -149,6 +149,21 @@ def num_chunks(spec: Any) -> int:
     return int(spec.num_chunks if hasattr(spec, "num_chunks") else spec.num_blocks)
 
 
+def row_alignment(spec: Any) -> int:
+    """Bytes that a row is rounded up to: 1 where the class has no say (to 0.22.1), a page from 0.27.0."""
+    return int(spec.BLOCK_SIZE_ALIGNMENT) if hasattr(spec, "BLOCK_SIZE_ALIGNMENT") else 1
+
+
+def resize(spec: Any, chunks: int, row: int, slot: int) -> None:
+    """Give a spec's pool another size: chunks, bytes of one on all ranks, and on one of them."""
+    setattr(spec, "num_chunks" if hasattr(spec, "num_chunks") else "num_blocks", chunks)
+    for name in ("kv_bytes_per_chunk", "kv_bytes_per_offloaded_block"):  # from 0.26.0; 0.23.0-0.25.1
+        if hasattr(spec, name):
+            setattr(spec, name, row)
+    if hasattr(spec, "cpu_page_size_per_worker"):  # from 0.22.0
+        spec.cpu_page_size_per_worker = slot
+
+
 def row_bytes(spec: Any) -> int | None:
     """Bytes of one chunk on all ranks as the stock spec counts them; None to 0.22.1."""
     for name in ("kv_bytes_per_chunk", "kv_bytes_per_offloaded_block"):  # from 0.26.0; 0.23.0-0.25.1

@@ -92,7 +92,8 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
             if _chosen_by_stock_name(extra_config):
                 _stock_name.refuse_disagreement(kv_cache_config, fixed=True)
             factor = _releases.blocks_per_chunk(self)
-            self.num_blocks = pool.num_chunks(budget, pool.row_bytes(rank_bytes, factor))
+            row = pool.row_bytes(rank_bytes, factor, _releases.row_alignment(self))
+            _releases.resize(self, pool.num_chunks(budget, row), row, own_bytes * factor)
             stock = offload_pool_size.stock_numbers(budget, kv_cache_config, world_size, factor)
         self._check_and_say(budget, rank_bytes, stock)
         _warn_of_stages(config.parallel_config.pipeline_parallel_size)
@@ -100,12 +101,12 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
     def _check_and_say(self, budget: int, rank_bytes: tuple[int, ...], stock: tuple[int, int] | None = None) -> None:
         """Refuse a pool that is not the budget's (bytes), or under one row; say what it is, once."""
         chunks, factor = _releases.num_chunks(self), _releases.blocks_per_chunk(self)
-        least_row = pool.row_bytes(rank_bytes, factor)
-        row = _releases.row_bytes(self) or least_row
-        if row < least_row or chunks != pool.num_chunks(budget, row):
+        row = pool.row_bytes(rank_bytes, factor, _releases.row_alignment(self))
+        made = _releases.row_bytes(self)
+        if made not in (None, row) or chunks != pool.num_chunks(budget, row):
             raise RuntimeError(
                 f"{offload_pool_size.SPEC_NAME} does not know the {_releases.STOCK_SPEC} of this vLLM "
-                f"({_VERDICT}): it makes {chunks} chunks of {row} bytes, where {least_row} bytes are needed "
+                f"({_VERDICT}): it makes {chunks} chunks of {made or '?'} bytes, where {row} bytes are needed "
                 f"and {budget} are given. Take spec_name back, and see whose code changed it"
             )
         if row and not chunks:
