@@ -13,7 +13,7 @@ CONTRACT_RELEASES ?= 0.11.0 0.13.0 0.14.0 0.17.1 0.18.1 0.19.1 0.20.0 0.23.0 0.2
 # The tests of a part are run to the end even if another part fails.
 .PHONY: test
 test:
-	@$(MAKE) --keep-going lint unit packaging contract engines
+	@$(MAKE) --keep-going lint unit packaging contract support engine
 
 .PHONY: env engine-env
 env:
@@ -21,7 +21,7 @@ env:
 engine-env:
 	@$(ENVS) engine $(RELEASE)
 
-.PHONY: lint unit packaging contract engines
+.PHONY: lint unit packaging contract support engine
 lint:
 	@dev=$$($(ENVS) dev) && set -x && \
 	$$dev -m ruff check . && $$dev -m ruff format --check . && $$dev -m mypy
@@ -31,11 +31,21 @@ packaging:
 	@dev=$$($(ENVS) dev) && set -x && $$dev -m pytest tests/packaging
 contract:
 	@$(PYTHON) tools/contract.py $(CONTRACT_RELEASES)
+# The support table against the releases whose tests `contract` doesn't run.
+support:
+	@$(PYTHON) tools/contract.py --support \
+		$(filter-out $(CONTRACT_RELEASES),$(shell sed -En 's/^vllm[^=]*==([0-9.]+) .*/\1/p' locks/releases.lock))
+# Every release, or RELEASE if it is given: all contract tests, then the table.
+.PHONY: matrix
+matrix:
+	@$(PYTHON) tools/contract.py --write $(if $(filter file,$(origin RELEASE)),,$(RELEASE))
+engine:
+	@dev=$$($(ENVS) dev) && $(ENVS) engine 0.19.1 >/dev/null && $(ENVS) engine 0.32.0 >/dev/null && \
+	set -x && $$dev -m pytest tests/engine -k "0.19.1 or 0.32.0"
+# Every release that starts engines on a CPU, or RELEASE if it is given; again only where the code changed.
+.PHONY: engines
 engines:
-	@dev=$$($(ENVS) dev) && \
-	export KVFIX_ENGINE_PYTHON_0_19_1=$$($(ENVS) engine 0.19.1) && \
-	export KVFIX_ENGINE_PYTHON_0_32_0=$$($(ENVS) engine 0.32.0) && \
-	set -x && $$dev -m pytest tests/engine
+	@$(PYTHON) tools/sweep.py $(if $(filter file,$(origin RELEASE)),,$(RELEASE))
 
 .PHONY: demo bench
 demo bench:

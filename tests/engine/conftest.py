@@ -1,4 +1,7 @@
-"""Engine runs are slow to start, so each is done once a session, two at a time, and asked by many tests."""
+"""Engine runs are slow to start, so each is done once a session, two at a time, and asked by many tests.
+
+Every test says by its parameter `release` on which vLLM it looks. `-k "0.19.1 or 0.32.0"` chooses some.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,23 @@ import pytest
 import scenarios
 import server
 
+Runs = dict[tuple[str, str], Future[Any]]  # by scenario and release
+
 
 @pytest.fixture(scope="session")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Any]]]:
-    """All runs that the tests of this session ask for, by name."""
-    wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    """All runs that the tests of this session ask for."""
+    wanted = {(name, item.callspec.params["release"]) for item in request.session.items for name in item.fixturenames}
     folder = tmp_path_factory.mktemp("engines")
     plain, ragged = models.make_plain(folder / "plain"), models.make_ragged(folder / "ragged")
     # Engines run in sessions of their own: without this they would outlive a `kill` of pytest.
     signal.signal(signal.SIGTERM, lambda *_: pytest.exit("terminated", returncode=143))
     with ThreadPoolExecutor(2) as pool:
         begun = {
-            run.__name__: pool.submit(run, folder / run.__name__, plain, ragged)
-            for run in scenarios.LONGEST_FIRST
-            if run.__name__ in wanted
+            (name, release): pool.submit(scenario, release, folder / f"{release}-{name}", plain, ragged)
+            for name, scenario in scenarios.LONGEST_FIRST.items()
+            for release in engines.RELEASES
+            if (name, release) in wanted
         }
         yield begun
         for future in begun.values():
@@ -34,26 +40,21 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         engines.kill_all()
 
 
-@pytest.fixture(scope="session")
-def in_process_0_19_1(runs: dict[str, Future[Any]]) -> scenarios.Results:
-    return runs["in_process_0_19_1"].result()
+@pytest.fixture
+def in_process(runs: Runs, release: str) -> scenarios.Results:
+    return runs["in_process", release].result()
 
 
-@pytest.fixture(scope="session")
-def two_ranks_0_19_1(runs: dict[str, Future[Any]]) -> scenarios.Results:
-    return runs["two_ranks_0_19_1"].result()
+@pytest.fixture
+def two_ranks(runs: Runs, release: str) -> scenarios.Results:
+    return runs["two_ranks", release].result()
 
 
-@pytest.fixture(scope="session")
-def disabled_0_19_1(runs: dict[str, Future[Any]]) -> scenarios.Results:
-    return runs["disabled_0_19_1"].result()
+@pytest.fixture
+def disabled(runs: Runs, release: str) -> scenarios.Results:
+    return runs["disabled", release].result()
 
 
-@pytest.fixture(scope="session")
-def in_process_0_32_0(runs: dict[str, Future[Any]]) -> scenarios.Results:
-    return runs["in_process_0_32_0"].result()
-
-
-@pytest.fixture(scope="session")
-def server_0_19_1(runs: dict[str, Future[Any]]) -> server.Visit:
-    return runs["server_0_19_1"].result()
+@pytest.fixture
+def serving(runs: Runs, release: str) -> server.Visit:
+    return runs["serving", release].result()

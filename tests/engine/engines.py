@@ -14,8 +14,12 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+ENVS = HERE.parents[1] / "tools/envs.py"
+sys.path.append(str(ENVS.parent))
 
+import envs  # noqa: E402
+
+RELEASES = tuple(release for line in envs.engine_releases().values() for release in line)
 ENVIRON = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -32,10 +36,7 @@ IN_PROCESS = {
 @functools.cache
 def interpreter(release: str) -> str:
     """A Python that can run an engine of this release with this checkout as its plugin."""
-    given = os.environ.get("KVFIX_ENGINE_PYTHON_" + release.replace(".", "_"))
-    if given:
-        return given
-    command = [sys.executable, str(ROOT / "tools/envs.py"), "engine", release]
+    command = [sys.executable, str(ENVS), "engine", release]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1]
 
 
@@ -52,11 +53,12 @@ class EngineRunError(Exception):
 
 
 def run(
-    release: str, runs: list[dict[str, Any]], folder: Path, timeout: float = 300, **environ: str
+    release: str, runs: list[dict[str, Any]], folder: Path, timeout: float = 900, **environ: str
 ) -> dict[str, dict[str, Any]]:
     """Do the runs in one process, as run_engine.py describes them; return its results by name.
 
-    Each result also has "log": what anybody logged during the run. All of it is in ``folder/log``.
+    Each result also has "log": what anybody logged during the run. All of it stays in ``folder/results`` and
+    ``folder/log``.
     """
     folder.mkdir(parents=True)
     (folder / "runs.json").write_text(json.dumps(runs))
@@ -69,6 +71,7 @@ def run(
             lines, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             raise EngineRunError(f"no end after {timeout} s: see {folder / 'log'}") from None
+    (folder / "results").write_text(lines)
     results = {result["name"]: result for result in map(json.loads, lines.splitlines())}
     if "process" not in results:
         raise EngineRunError(f"exit status {process.returncode}: see {folder / 'log'}")

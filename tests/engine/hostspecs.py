@@ -6,32 +6,26 @@ vLLM finds them by ``spec_module_path``. Both copy in host memory by the shipped
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
-
-from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from vllm_kvfix import hostcopy
 from vllm_kvfix.spec import FixedCPUOffloadingSpec
 
 
-class StockFormulaSpec(CPUOffloadingSpec):
-    """The numbers are vLLM's own, with the API of 0.19.1. Stock refuses to copy on the CPU platform."""
+class StockFormulaSpec(FixedCPUOffloadingSpec.__base__):
+    """The numbers are vLLM's own. Stock itself refuses to copy on the CPU platform."""
 
     _host_pool: hostcopy.HostPool | None = None
-
-    def get_handlers(self, kv_caches: Any) -> Iterator[Any]:
-        if self._host_pool is None:
-            rows, groups = hostcopy.block_rows(kv_caches)
-            self._host_pool = hostcopy.HostPool(rows, groups, self.num_blocks, self.block_size_factor)
-        return hostcopy.handlers(self._host_pool)
+    _host_copies = FixedCPUOffloadingSpec._host_copies
+    get_handlers = FixedCPUOffloadingSpec.get_handlers  # to 0.24.0
+    get_worker = FixedCPUOffloadingSpec.get_worker  # from 0.25.0
 
 
 class ZeroLoadsSpec(FixedCPUOffloadingSpec):
     """What is loaded is zeros: answers must change, or comparing them shows nothing."""
 
-    def _host_copies(self, kv_caches: Any) -> hostcopy.HostPool:
-        pool = super()._host_copies(kv_caches)
+    def _host_copies(self, *kv_caches: Any) -> hostcopy.HostPool:
+        pool = super()._host_copies(*kv_caches)
         pool.__class__ = _ZeroLoads
         return pool
 

@@ -26,7 +26,7 @@ Its line has the same name and, as far as it came,
 A last line, named "process", says what the plugin did.
 
 The engine core runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so that the numbers are read from the objects
-that vLLM works with, not from anybody's log.
+that vLLM works with, not from anybody's log. So does the worker of an engine on one rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-COUNTS: collections.Counter[str] = collections.Counter()
+# vLLM takes it for one rank anyway, except that on the CPU 0.20.0-0.22.1 replace its short name "uni" by "mp".
+ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
 def main() -> None:
@@ -77,17 +78,15 @@ def run_engine(
 ) -> None:
     from vllm import LLM, SamplingParams
 
-    count_transfers()
-    COUNTS.clear()
+    transfers: collections.Counter[str] = collections.Counter()
     arguments = dict(
         model=model,
         dtype="float32",
         enforce_eager=True,
-        max_model_len=512,
         seed=0,
         skip_tokenizer_init=True,
         trust_remote_code=True,
-        **(engine or {}),
+        **{"distributed_executor_backend": ONE_PROCESS} | (engine or {}),
     )
     if connector:
         arguments["kv_transfer_config"] = {
@@ -101,7 +100,9 @@ def run_engine(
         core = llm.llm_engine.engine_core.engine_core
         result["gpu_blocks"] = core.vllm_config.cache_config.num_gpu_blocks
         if connector:
-            result["scheduler"] = {"chunks": chunks(core.scheduler.connector.connector_scheduler.manager)}
+            manager = core.scheduler.connector.connector_scheduler.manager
+            count_transfers(manager, transfers)
+            result["scheduler"] = {"chunks": chunks(getattr(manager, "backend", manager))}  # to 0.18.1 it has one
             result["ranks"] = llm.collective_rpc(rank_facts)
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False)
         result["tokens"], result["cached"] = [], []
@@ -119,7 +120,7 @@ def run_engine(
             for length in beginnings
         ]
     finally:
-        result["stored"], result["loaded"] = COUNTS["complete_store"], COUNTS["complete_load"]
+        result["stored"], result["loaded"] = transfers["complete_store"], transfers["complete_load"]
         stop(llm)
 
 
@@ -128,7 +129,7 @@ def ask(llm: Any, prompts: list[list[int]], sampling: Any) -> list[Any]:
 
 
 def empty_prefix_cache(llm: Any) -> None:
-    """vLLM refuses while a deferred store holds blocks; a step of the engine submits it (0.19.1)."""
+    """vLLM refuses while a deferred store holds blocks; a step of the engine submits it (to 0.19.1)."""
     from vllm import SamplingParams
 
     for attempt in range(10):
@@ -138,22 +139,18 @@ def empty_prefix_cache(llm: Any) -> None:
     raise RuntimeError("the GPU's prefix cache can't be emptied")
 
 
-def count_transfers() -> None:
-    """Count the chunks for which vLLM's own manager is told that the workers are done."""
-    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager as Manager
-
+def count_transfers(manager: Any, transfers: collections.Counter[str]) -> None:
+    """Count the chunks for which the scheduler's manager is told that the workers are done."""
     for name in ("complete_store", "complete_load"):
-        method = getattr(Manager, name)
-        if not hasattr(method, "__wrapped__"):
-            setattr(Manager, name, counting(name, method))
+        setattr(manager, name, counting(name, getattr(manager, name), transfers))
 
 
-def counting(name: str, method: Any) -> Any:
+def counting(name: str, method: Any, transfers: collections.Counter[str]) -> Any:
     @functools.wraps(method)
-    def counted(self: Any, keys: Any, *others: Any, **options: Any) -> Any:
+    def counted(keys: Any, *others: Any, **options: Any) -> Any:
         keys = list(keys)
-        COUNTS[name] += len(keys)
-        return method(self, keys, *others, **options)
+        transfers[name] += len(keys)
+        return method(keys, *others, **options)
 
     return counted
 
@@ -179,7 +176,12 @@ def stop(llm: Any) -> None:
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
     if llm is not None:
-        llm.llm_engine.engine_core.shutdown()
+        try:
+            llm.llm_engine.engine_core.shutdown()
+        except RuntimeError as error:
+            if "NVIDIA driver" not in str(error):
+                raise
+            # 0.20.0-0.20.2: a worker waits for its GPU in the end, and a CUDA build of torch finds none.
     ensure_kv_transfer_shutdown()
     gc.collect()
     cleanup_dist_env_and_memory()

@@ -1,4 +1,4 @@
-"""The engine runs that the tests look at: each returns what it saw, and takes a folder of its own and two models."""
+"""The engine runs that the tests look at: each takes a release, a folder of its own and two models."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ STOCK_NAME = FIXED | {"spec_name": "CPUOffloadingSpec"}
 # 300 tokens are two full blocks of 128, vLLM's block size on CPU: 24 chunks in all, which a pool of BUDGET holds.
 PROMPTS = models.make_prompts(12, 300)
 BLOCK_SIZE, BLOCKS = 128, 64
+MODEL_LENGTH = 512
 
 # An answer does not depend on the order of the blocks before it: the keys carry their positions. A beginning that has
 # only the first of the blocks that were loaded together, or of those in one chunk, does not forgive a mix-up.
@@ -40,7 +41,7 @@ def asking(model: Path, name: str, connector: dict[str, Any] | None, passes: int
         "prompts": PROMPTS,
         "passes": passes,
         "beginnings": BEGINNINGS,
-        "engine": {"num_gpu_blocks_override": BLOCKS} | engine,
+        "engine": {"max_model_len": MODEL_LENGTH, "num_gpu_blocks_override": BLOCKS} | engine,
     }
 
 
@@ -58,46 +59,52 @@ def four_blocks_a_chunk(model: Path) -> dict[str, Any]:
     return asking(model, "four blocks a chunk", FIXED | {"block_size": BLOCK_SIZE}, passes=2, **engine)
 
 
-def in_process_0_19_1(folder: Path, plain: Path, ragged: Path) -> Results:
-    crowd = {"prompts": CROWD, "max_tokens": CROWD_TOKENS, "together": True, "engine": {"block_size": CROWD_BLOCK_SIZE}}
+def in_process(release: str, folder: Path, plain: Path, ragged: Path) -> Results:
     runs = [
         *three_runs("ragged", ragged),
         *three_runs("plain", plain),
         four_blocks_a_chunk(ragged),
-        {"name": "crowd", "model": str(ragged)} | crowd,
         # Last: an engine that died may leave something behind.
-        asking(ragged, "stock formula", STOCK_FORMULA),
+        asking(ragged, "stock formula", STOCK_FORMULA, passes=2),
     ]
-    return engines.run("0.19.1", runs, folder)
+    return engines.run(release, runs, folder)
 
 
-def two_ranks_0_19_1(folder: Path, plain: Path, ragged: Path) -> Results:
+def two_ranks(release: str, folder: Path, plain: Path, ragged: Path) -> Results:
     parallel = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     runs = [
         asking(ragged, "fixed", FIXED, passes=2, **parallel),
         asking(ragged, "stock name", STOCK_NAME, passes=2, **parallel),
     ]
-    return engines.run("0.19.1", runs, folder, KVFIX_STOCK_SPEC="1")
+    return engines.run(release, runs, folder, KVFIX_STOCK_SPEC="1")
 
 
-def disabled_0_19_1(folder: Path, plain: Path, ragged: Path) -> Results:
-    runs = [asking(ragged, "stock name", STOCK_NAME), asking(ragged, "stock formula", STOCK_FORMULA)]
-    return engines.run("0.19.1", runs, folder, KVFIX_DISABLE="all")
+def disabled(release: str, folder: Path, plain: Path, ragged: Path) -> Results:
+    """vLLM as it is: also what the server's answers are compared with."""
+    crowd = {
+        "name": "crowd",
+        "model": str(ragged),
+        "prompts": CROWD,
+        "max_tokens": CROWD_TOKENS,
+        "together": True,
+        "engine": {"max_model_len": MODEL_LENGTH, "block_size": CROWD_BLOCK_SIZE},
+    }
+    runs = [
+        crowd,
+        asking(ragged, "stock name", STOCK_NAME),
+        asking(ragged, "stock formula", STOCK_FORMULA),
+    ]
+    return engines.run(release, runs, folder, KVFIX_DISABLE="all")
 
 
-def in_process_0_32_0(folder: Path, plain: Path, ragged: Path) -> Results:
-    runs = [*three_runs("ragged", ragged), *three_runs("plain", plain), four_blocks_a_chunk(ragged)]
-    return engines.run("0.32.0", runs, folder)
-
-
-def server_0_19_1(folder: Path, plain: Path, ragged: Path) -> server.Visit:
+def serving(release: str, folder: Path, plain: Path, ragged: Path) -> server.Visit:
     transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     arguments = (
-        "--dtype float32 --enforce-eager --max-model-len 512 --seed 0 --trust-remote-code "
+        f"--dtype float32 --enforce-eager --max-model-len {MODEL_LENGTH} --seed 0 --trust-remote-code "
         f"--block-size {CROWD_BLOCK_SIZE} --num-gpu-blocks-override {CROWD_BLOCKS} --kv-transfer-config"
     ).split()
     arguments.append(json.dumps(transfer | {"kv_connector_extra_config": FIXED | {"cpu_bytes_to_use": 5 * BUDGET}}))
-    return server.visit("0.19.1", ragged, arguments, folder, CROWD, CROWD_TOKENS, rounds=2)
+    return server.visit(release, ragged, arguments, folder, CROWD, CROWD_TOKENS, rounds=2)
 
 
-LONGEST_FIRST = (server_0_19_1, two_ranks_0_19_1, in_process_0_32_0, in_process_0_19_1, disabled_0_19_1)
+LONGEST_FIRST = {run.__name__: run for run in (serving, two_ranks, in_process, disabled)}
