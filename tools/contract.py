@@ -130,10 +130,10 @@ def test(release: str, options: argparse.Namespace) -> Result:
 
 @contextlib.contextmanager
 def ending(pool: ThreadPoolExecutor) -> Iterator[None]:
-    """On Ctrl-C or SIGTERM leave no test behind."""
+    """On Ctrl-C, SIGTERM or an error leave no test behind."""
     try:
         yield
-    except KeyboardInterrupt:
+    except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         for group in list(RUNNING):
             end(group)

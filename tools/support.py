@@ -121,7 +121,7 @@ The same fingerprint is the same code, comments, docstrings and layout aside.
 
 def every(table: dict[str, Rows]) -> Iterator[list[str]]:
     for release, rows in table.items():
-        words = [word for fix in fix_ids(table) for word in (rows[fix]["stock"], bold(rows[fix]["status"]))]
+        words = [said(rows, fix, word) for fix in fix_ids(table) for word in ("stock", "status")]
         yield [release, *words, proof(rows)]
 
 
@@ -143,7 +143,7 @@ def with_short_table(readme: str, table: dict[str, Rows]) -> str:
     fixes = fix_ids(table)
 
     def cells(release: str) -> tuple[str, ...]:
-        return (*(bold(table[release][fix]["status"]) for fix in fixes), proof(table[release]))
+        return (*(said(table[release], fix, "status") for fix in fixes), proof(table[release]))
 
     rows = []
     for words, group in itertools.groupby(table, cells):
@@ -160,8 +160,10 @@ def fix_ids(table: dict[str, Rows]) -> list[str]:
     return list(dict.fromkeys(fix for rows in table.values() for fix in rows))
 
 
-def bold(status: str) -> str:
-    return f"**{status}**" if status == "applied" else status
+def said(rows: Rows, fix: str, word: str) -> str:
+    """A word of a row; a fix that is new is not measured on every release yet."""
+    text = rows[fix][word] if fix in rows else "not measured"
+    return f"**{text}**" if text == "applied" else text
 
 
 def proof(rows: Rows) -> str:
@@ -187,7 +189,7 @@ def rendered(header: list[str], rows: Any) -> str:
 
 def affected(table: dict[str, Rows], fix: str) -> list[str]:
     """The releases of the table that have the bug of a fix."""
-    return [release for release, rows in table.items() if rows[fix]["stock"] == "affected"]
+    return [release for release, rows in table.items() if rows.get(fix, {}).get("stock") == "affected"]
 
 
 def stale(table: dict[str, Rows], fix: str, docstring: str) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import pytest
@@ -52,6 +52,10 @@ def definition(tree: Any, path: str) -> Any:
 
 # ---- the installed vLLM, drifted ----
 
+# Parsed and compiled once, before the tests fork.
+TREES = {module: ast.parse(file_of(module).read_text()) for module in (UTILS, FACTORY, SPEC)}
+CODES = {module: compile(tree, str(file_of(module)), "exec") for module, tree in TREES.items()}
+
 
 class Drifted:
     """A finder that takes the modules that the fixes are for from other files, and notes what they were at first."""
@@ -59,6 +63,7 @@ class Drifted:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files: dict[str, Path | None] = {name: file_of(name) for name in (UTILS, FACTORY, SPEC)}
+        self.codes: dict[str, CodeType] = {}
         self.made: dict[str, dict[str, Any]] = {}
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
@@ -70,13 +75,11 @@ class Drifted:
         return importlib.util.spec_from_file_location(name, file, loader=_Loader(self, name, str(file)))
 
     def edit(self, module: str, name: str, edit: Callable[[ast.Module, Any], None]) -> None:
-        """Import ``module`` from a copy of its file; ``edit`` is given its syntax tree, and what defines ``name``."""
-        tree = ast.parse(file_of(module).read_text())
-        before = ast.unparse(tree)
+        """Import ``module`` changed; ``edit`` is given the syntax tree of its file, and what defines ``name``."""
+        tree = TREES[module]  # this test's own: it runs in a fork
         edit(tree, definition(tree, name))
-        after = ast.unparse(ast.fix_missing_locations(tree))
-        assert after != before, "a drift that changes nothing"
-        self.write(module, after)
+        self.codes[module] = compile(ast.fix_missing_locations(tree), str(self.files[module]), "exec")
+        assert self.codes[module] != CODES[module], "a drift that changes nothing"
 
     def write(self, module: str, source: str) -> None:
         self.files[module] = self.folder / f"{module}.py"
@@ -102,6 +105,9 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def __init__(self, drifted: Drifted, name: str, file: str) -> None:
         super().__init__(name, file)
         self.drifted = drifted
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        return self.drifted.codes.get(fullname) or super().get_code(fullname)
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)

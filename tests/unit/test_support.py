@@ -123,6 +123,16 @@ def test_a_new_release_is_put_in_its_place_with_the_documents(files):
     assert {release: support.releases()[release] for release in TABLE} == TABLE
 
 
+def test_a_fix_that_is_new_is_written_release_by_release(files):
+    rows = measured("0.19.1")
+    rows["new-fix"] = rows["max-concurrency"]
+    support.record_measured("0.19.1", rows)
+    assert "| affected | **applied** | affected | **applied** | affected | **applied** |" in support.PAGE.read_text()
+    assert "| right | not needed | right | not needed | not measured | not measured |" in support.PAGE.read_text()
+    assert "new-fix" in support.README.read_text()
+    assert support.affected(support.releases(), "new-fix") == ["0.19.1"]
+
+
 def test_a_difference_is_named_and_no_proof_is_one():
     rows = measured("0.19.1")
     assert support.difference("0.19.1", rows) == ""
