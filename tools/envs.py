@@ -45,8 +45,9 @@ ENGINES = {  # lock: first release, last release
     "torch213": ((0, 27, 0), (0, 32, 0)),
 }
 ENGINE_TESTS = ((0, 15, 0), (0, 32, 0))  # first release, last release
-# A release without a wheel for CPUs, and the one whose compiled code its Python files run with.
-BORROWS = {"0.33.0": "0.32.0"}
+# Releases whose Python files run with another one's compiled code: that of 0.11.1 and 0.11.2 wants a newer libstdc++
+# than Debian 12 has (CXXABI_1.3.15), and 0.33.0 has no wheel for CPUs.
+BORROWS = {"0.11.1": "0.12.0", "0.11.2": "0.12.0", "0.33.0": "0.32.0"}
 # Their workers refuse to start unless LD_PRELOAD names libtcmalloc and libiomp, which is in the venv.
 WANT_PRELOADS = ("0.18.0", "0.18.1")
 TCMALLOC = "libtcmalloc_minimal.so.4"
@@ -242,7 +243,7 @@ def name_platform(files: Path, version: str) -> None:
 
 
 def borrowed(version: str, python: Path) -> Path:
-    """An engine of a release that has no wheel for CPUs: its Python files with another one's compiled code."""
+    """An engine of a release whose own compiled code is not there, or does not load here."""
     home, lender = CACHE / "full" / version, BORROWS[version]
     with locked(f"full-{version}"):
         if not home.exists():
@@ -254,7 +255,7 @@ def borrowed(version: str, python: Path) -> Path:
                 shutil.copy(library, part / library.relative_to(compiled))
             name_platform(part, version)
             part.rename(home)
-    say(f"vLLM {version} has no wheel for CPUs: its Python files run with the compiled code of {lender}")
+    say(f"the Python files of vLLM {version} run with the compiled code of {lender}")
     return home
 
 
