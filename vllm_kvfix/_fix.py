@@ -62,6 +62,11 @@ def unrepaired(verdict: Status) -> Status:
     return Status(word, verdict.why)
 
 
+def one_line(error: BaseException) -> str:
+    """Type and text of an error, for a log line: some errors have a page of text."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
 def disabled_words() -> set[str]:
     """The words of ``KVFIX_DISABLE``: ``all``, fix ids, or what the operator mistook for one."""
     return {word.strip().lower() for word in os.environ.get("KVFIX_DISABLE", "").split(",")} - {""}

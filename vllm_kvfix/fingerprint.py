@@ -36,7 +36,7 @@ def of_installed(stock_code: dict[str, tuple[str, ...]]) -> dict[str, str]:
     return found
 
 
-def of(source: str, qualified_name: str) -> str | None:
+def of(source: str | bytes, qualified_name: str) -> str | None:
     """Fingerprint of a function or class in the source of a module; None if it is not defined there.
 
     Args:
@@ -69,12 +69,12 @@ def _canonical(node: Any) -> str:
     return f"{type(node).__name__}({','.join(f'{name}={_canonical(fields[name])}' for name in sorted(fields))})"
 
 
-def _source(module_name: str) -> str | None:
+def _source(module_name: str) -> bytes | None:
     """Source of a vLLM module; None where the installed vLLM has no such module."""
     vllm = importlib.util.find_spec("vllm")
     for place in (vllm.submodule_search_locations if vllm else None) or ():
         path = Path(place, *module_name.split(".")[1:])
         for file in (path.with_suffix(".py"), path / "__init__.py"):
             if file.is_file():
-                return file.read_text(encoding="utf-8")
+                return file.read_bytes()
     return None

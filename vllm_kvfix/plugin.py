@@ -15,7 +15,7 @@ import threading
 from types import ModuleType
 
 from vllm_kvfix import __version__, _imports, _log, _releases
-from vllm_kvfix._fix import APPLIED, DISABLED, FAILED, UNKNOWN, WAITING, Fix, Status, disabled_words
+from vllm_kvfix._fix import APPLIED, DISABLED, FAILED, UNKNOWN, WAITING, Fix, Status, disabled_words, one_line
 from vllm_kvfix.fixes import max_concurrency, offload_pool_size
 
 FIXES: tuple[Fix, ...] = (offload_pool_size, max_concurrency)
@@ -85,8 +85,8 @@ def _settle(fix: Fix) -> Status:
         status = fix.settle()
         if status.word == APPLIED and not fix.holds():
             status = Status(FAILED, "vLLM does not call the repaired code")
-    except Exception as error:
-        status = Status(FAILED, f"{type(error).__name__}: {error}")
+    except (Exception, SystemExit) as error:
+        status = Status(FAILED, one_line(error))
     result = "nothing is repaired"
     if status.word == FAILED:
         result = _undo(fix) or "vLLM runs as it was"
@@ -100,7 +100,7 @@ def _undo(fix: Fix) -> str:
     try:
         fix.restore()
     except Exception as error:
-        return f"it could not be undone ({type(error).__name__}: {error})"
+        return f"it could not be undone ({one_line(error)})"
     return ""
 
 

@@ -251,6 +251,10 @@ def optional_parameter_added(tree: ast.Module, function: Any) -> None:
     function.args.defaults.append(ast.Constant(0))
 
 
+def last_parameter_optional(tree: ast.Module, function: Any) -> None:
+    function.args.defaults.append(ast.Constant(None))
+
+
 def last_parameter_removed(tree: ast.Module, function: Any) -> None:
     last = function.args.args.pop()
     function.body[:0] = statements(f"{last.arg} = {function.args.args[-1].arg}")
@@ -364,6 +368,7 @@ CONCURRENCY_DRIFTS = {
     # The number is known, but vLLM's callers may use what our function would not take.
     "optional parameter added": Drift(optional_parameter_added, UNKNOWN_IF_WRONG, STOCK_NUMBER, NAME),
     "parameters renamed": Drift(parameters_renamed, UNKNOWN_IF_WRONG, STOCK_NUMBER, NAME),
+    "parameter made optional": Drift(last_parameter_optional, UNKNOWN_IF_WRONG, STOCK_NUMBER, NAME),
     "refactored": Drift(refactored, WORDS[CONCURRENCY], STOCK_NUMBER),
     "reordered": Drift(reordered, APPLIED, only_if=CONCURRENCY_IS_WRONG),
     "known bug in other words": Drift(body(OVER_PAGE_OF.format("next")), APPLIED),
@@ -375,7 +380,8 @@ CONCURRENCY_DRIFTS = {
     ),
     "constant": Drift(body("return 3.0"), UNKNOWN, 3.0, "(3.0, 3.0, 3.0)"),
     "no number": Drift(body("return None"), UNKNOWN, named="None"),
-    "raises": Drift(body("raise ZeroDivisionError('no groups')"), UNKNOWN, named="ZeroDivisionError: no groups"),
+    "raises": Drift(body("raise ZeroDivisionError('no\\ngroups')"), UNKNOWN, named="ZeroDivisionError: no groups"),
+    "exits": Drift(body("raise SystemExit(3)"), UNKNOWN, named="SystemExit: 3"),
     "reads what is new": Drift(body("return kv_cache_config.num_pages / 2"), UNKNOWN, named="num_pages"),
     "no function": Drift(bound_instead("'no function'"), UNKNOWN, named="str"),
     "a partial": Drift(
@@ -461,6 +467,13 @@ def divided_otherwise(tree: ast.Module, init: Any) -> None:
     Divide().visit(init)
 
 
+def read_only_number(tree: ast.Module, init: Any) -> None:
+    for node in ast.walk(init):
+        if isinstance(node, ast.Attribute) and node.attr == "num_blocks" and ast.unparse(node.value) == "self":
+            node.attr = "counted"
+    definition(tree, STOCK_NAME).body += statements("num_blocks = property(lambda self: self.counted)")
+
+
 def class_moved_and_bound_again(tree: ast.Module, init: Any) -> None:
     rename_all(tree, {STOCK_NAME})
     tree.body.append(*statements(f"from {ELSEWHERE[SPEC]} import {STOCK_NAME}"))
@@ -491,6 +504,7 @@ SUM_OF_SHARES = f"sum(one.size // kv_cache_config.num_blocks for one in {TENSORS
 PAGE_TIMES_TENSORS = (
     f"{RANKS} * len({TENSORS}) * max(one.kv_cache_spec.page_size_bytes for one in kv_cache_config.kv_cache_groups)"
 )
+LARGEST = f"{RANKS} * len({TENSORS}) * max(one.size for one in {TENSORS}) // kv_cache_config.num_blocks"
 POOL_SIZE_DRIFTS = {
     "inherited": Drift(renamed, UNKNOWN, named="no attribute"),
     "required parameter added": Drift(required_parameter_added, UNKNOWN, named="another constructor"),

@@ -29,6 +29,7 @@ from vllm_kvfix._fix import (
     Status,
     in_place_of,
     is_ours,
+    one_line,
     original_of,
     unrepaired,
 )
@@ -79,9 +80,11 @@ def recognise(function: Any, module: ModuleType) -> Status:
         return Status(RIGHT, "right since 0.27.0, vLLM #48317")
     if answers != _KNOWN_BUG:
         return Status(UNKNOWN, f"{_NAME} answers {answers}, not {_KNOWN_BUG} or {_RIGHT}")
-    parameters = tuple(inspect.signature(function).parameters)
-    if parameters != _PARAMETERS:  # vLLM's callers may pass what ours does not take
-        return Status(UNKNOWN, f"{_NAME} takes {', '.join(parameters)}")
+    parameters = inspect.signature(function).parameters.values()
+    names = tuple(one.name for one in parameters)
+    plain = all(one.kind is one.POSITIONAL_OR_KEYWORD and one.default is one.empty for one in parameters)
+    if names != _PARAMETERS or not plain:  # vLLM's callers may use what ours does not take
+        return Status(UNKNOWN, f"{_NAME} takes ({', '.join(map(str, parameters))})")
     return Status(AFFECTED, "")
 
 
@@ -133,8 +136,8 @@ def _answers(function: Any) -> Any:
             )
             for num_blocks, groups in questions
         )
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    except (Exception, SystemExit) as error:
+        return one_line(error)
 
 
 def _group(page: int, blocks: int, layers: int) -> SimpleNamespace:

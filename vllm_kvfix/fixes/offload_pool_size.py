@@ -34,6 +34,7 @@ from vllm_kvfix._fix import (
     Status,
     in_place_of,
     is_ours,
+    one_line,
     original_of,
     unrepaired,
 )
@@ -50,6 +51,7 @@ SPEC_NAME = "FixedCPUOffloadingSpec"
 # The answers to the two questions of _answers(), in chunks.
 _RIGHT = (150, 100)
 _KNOWN_BUG = (150, 50)
+_RANKS, _BLOCKS_PER_CHUNK = 2, 2
 
 _UNTIL = "until EngineCore makes an offloading spec"
 
@@ -112,8 +114,10 @@ def recognise(spec_class: Any) -> Status:
                 return Status(UNKNOWN, f"{_releases.STOCK_SPEC} makes {made} chunks of num_cpu_blocks 37")
             return Status(ABSENT, f"num_cpu_blocks gives the size; spec {SPEC_NAME} passes on")
         answers = _answers(spec_class, era)
-    except Exception as error:
-        return Status(UNKNOWN, f"{type(error).__name__}: {error}")
+        if answers == _KNOWN_BUG:
+            _resize_one(spec_class, era)
+    except (Exception, SystemExit) as error:
+        return Status(UNKNOWN, one_line(error))
     if answers == _RIGHT:
         return Status(RIGHT, f"right since 0.20.0, vLLM #39617; spec {SPEC_NAME} usable")
     if answers == _KNOWN_BUG:
@@ -220,7 +224,7 @@ def _warn_if_numbers_differ(spec: Any, config: Any, kv_cache_config: Any) -> Non
     budget = int(spec.extra_config["cpu_bytes_to_use"])
     ranks, factor = config.parallel_config.world_size, _releases.blocks_per_chunk(spec)
     numbers = stock_numbers(budget, kv_cache_config, ranks, factor)
-    if numbers is None or numbers[0] == numbers[1]:
+    if numbers is None or numbers[0] == numbers[1] or _releases.num_chunks(spec) not in numbers:
         return
     scheduler, worker = numbers
     own = _releases.kv_bytes_per_block(kv_cache_config)
@@ -247,9 +251,17 @@ def _answers(spec_class: Any, era: str) -> tuple[int, int]:
     right; and a group whose page is the sum of two layers' pages, which it counts twice.
     """
     one, two = 4096, 8192  # multiples of every row alignment
-    equal = _chunks(spec_class, era, page=one, layers=(one, one), budget=150 * 2 * one)
-    ragged = _chunks(spec_class, era, page=one + two, layers=(one, two), budget=100 * (one + two))
-    return equal, ragged
+    equal = _small_spec(spec_class, era, page=one, layers=(one, one), budget=150 * 2 * one)
+    ragged = _small_spec(spec_class, era, page=one + two, layers=(one, two), budget=100 * (one + two))
+    return _releases.num_chunks(equal), _releases.num_chunks(ragged)
+
+
+def _resize_one(spec_class: Any, era: str) -> None:
+    """See that a spec takes another size: what is found out later would stop the engine."""
+    spec = _small_spec(spec_class, era, page=4096, layers=(4096,), budget=4096)
+    _releases.resize(spec, 7, 7 * 4096, 4096)
+    if _releases.num_chunks(spec) != 7:
+        raise TypeError(f"{_releases.STOCK_SPEC} keeps its number of chunks")
 
 
 def _probe(spec_class: Any, extra_config: dict[str, int]) -> Any:
@@ -260,34 +272,33 @@ def _probe(spec_class: Any, extra_config: dict[str, int]) -> Any:
 
     def stand_in_init(self: Any, *args: Any) -> None:
         self.extra_config = extra_config
-        self.gpu_block_size = self.offloaded_block_size = 16
-        self.block_size_factor = self.blocks_per_chunk = 1
+        self.gpu_block_size, self.offloaded_block_size = 16, 16 * _BLOCKS_PER_CHUNK
+        self.block_size_factor = self.blocks_per_chunk = _BLOCKS_PER_CHUNK
 
     stand_in = type("_StandIn", (spec_class.__mro__[1],), {"__init__": stand_in_init})
     return type(spec_class.__name__, (spec_class, stand_in), {})
 
 
-def _chunks(spec_class: Any, era: str, page: int, layers: tuple[int, ...], budget: int) -> int:
-    probe = _probe(spec_class, {"cpu_bytes_to_use": budget})
+def _small_spec(spec_class: Any, era: str, page: int, layers: tuple[int, ...], budget: int) -> Any:
+    """A spec with two blocks a chunk, on two ranks; ``budget`` (bytes) is for one block on one of them."""
+    probe = _probe(spec_class, {"cpu_bytes_to_use": budget * _RANKS * _BLOCKS_PER_CHUNK})
     if era == _releases.TAKES_OFFLOADING_CONFIG:
-        spec = probe(
+        return probe(
             SimpleNamespace(
                 worker_kv_bytes_per_block=sum(layers),
                 groups=(),
-                cache=SimpleNamespace(blocks_per_chunk=1),
-                parallel=SimpleNamespace(world_size=1, rank=0),
+                cache=SimpleNamespace(blocks_per_chunk=_BLOCKS_PER_CHUNK),
+                parallel=SimpleNamespace(world_size=_RANKS, rank=0),
                 model=SimpleNamespace(max_model_len=0),
                 replicated_layout=False,
             )
         )
-    else:
-        num_blocks = 7
-        spec = probe(
-            SimpleNamespace(parallel_config=SimpleNamespace(world_size=1)),
-            SimpleNamespace(
-                num_blocks=num_blocks,
-                kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace(page_size_bytes=page))],
-                kv_cache_tensors=[SimpleNamespace(size=layer * num_blocks, block_stride=0) for layer in layers],
-            ),
-        )
-    return _releases.num_chunks(spec)
+    num_blocks = 7
+    return probe(
+        SimpleNamespace(parallel_config=SimpleNamespace(world_size=_RANKS)),
+        SimpleNamespace(
+            num_blocks=num_blocks,
+            kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace(page_size_bytes=page))],
+            kv_cache_tensors=[SimpleNamespace(size=layer * num_blocks, block_stride=0) for layer in layers],
+        ),
+    )
