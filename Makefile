@@ -33,19 +33,18 @@ contract:
 	@$(PYTHON) tools/contract.py $(CONTRACT_RELEASES)
 # The support table against the releases whose tests `contract` doesn't run.
 support:
-	@$(PYTHON) tools/contract.py --support \
-		$(filter-out $(CONTRACT_RELEASES),$(shell sed -En 's/^vllm[^=]*==([0-9.]+) .*/\1/p' locks/releases.lock))
+	@$(PYTHON) tools/contract.py --support-of-all-but $(CONTRACT_RELEASES)
 # Every release, or RELEASE if it is given: all contract tests, then the table.
 .PHONY: matrix
 matrix:
-	@$(PYTHON) tools/contract.py --write $(if $(filter file,$(origin RELEASE)),,$(RELEASE))
+	@$(PYTHON) tools/contract.py --write $(if $(filter command,$(origin RELEASE)),$(RELEASE))
 engine:
 	@dev=$$($(ENVS) dev) && $(ENVS) engine 0.19.1 >/dev/null && $(ENVS) engine 0.32.0 >/dev/null && \
 	set -x && $$dev -m pytest tests/engine -k "0.19.1 or 0.32.0"
 # Every release that starts engines on a CPU, or RELEASE if it is given; again only where the code changed.
 .PHONY: engines
 engines:
-	@$(PYTHON) tools/sweep.py $(if $(filter file,$(origin RELEASE)),,$(RELEASE))
+	@$(PYTHON) tools/sweep.py $(if $(filter command,$(origin RELEASE)),$(RELEASE))
 
 .PHONY: demo bench
 demo bench:

@@ -2,9 +2,10 @@
 
     python3 tools/contract.py [RELEASE...]              all that there are if none is named
     python3 tools/contract.py --support [RELEASE...]    only what the support table says
+    python3 tools/contract.py --support-of-all-but RELEASE...
     python3 tools/contract.py --write [RELEASE...]      write the support table, of the releases that pass
 
-Prints a line for each release as it ends, the whole output of those that failed, and `N passed, N failed` as the
+Prints a line for each release as it ends, the whole output if it failed, and `N passed, N failed` as the
 last line. A release in which no test passed has failed; so has, unless the table is written, one of which
 vllm_kvfix/support.json says what is not so.
 """
@@ -19,7 +20,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -34,9 +37,10 @@ ROOT = Path(__file__).resolve().parents[1]
 MEMORY = 3 << 30  # bytes that the tests of one release may take
 LIMIT = 900  # seconds for the tests of one release
 # What an operator's shell may hold and would change what the tests see.
-STRIPPED = ("PYTHONPATH", "VLLM_", "KVFIX_DISABLE", "KVFIX_STOCK_SPEC")
+STRIPPED = ("PYTEST_", "PYTHONPATH", "VLLM_", "KVFIX_DISABLE", "KVFIX_STOCK_SPEC")
 
 RUNNING: set[int] = set()  # process groups of the tests that run now
+STOPPING = threading.Event()
 
 
 @dataclass
@@ -78,6 +82,8 @@ def bounded(command: list[str], environ: dict[str, str], log: Path) -> int:
             start_new_session=True,
         )
         RUNNING.add(process.pid)
+        if STOPPING.is_set():
+            end(process.pid)
         try:
             return process.wait(LIMIT)
         except subprocess.TimeoutExpired:
@@ -90,11 +96,22 @@ def bounded(command: list[str], environ: dict[str, str], log: Path) -> int:
 
 
 def test(release: str, options: argparse.Namespace) -> Result:
+    """Test one release, and write its rows if asked to; whatever goes wrong is its own failure."""
+    try:
+        result = measure(release, options)
+        if options.write and not result.failed and not STOPPING.is_set():
+            support.record_measured(release, result.support)
+        return result
+    except Exception:
+        return Result(release, traceback.format_exc(), failed=1)
+
+
+def measure(release: str, options: argparse.Namespace) -> Result:
     result = Result(release)
     setup = subprocess.run(
         [sys.executable, str(ROOT / "tools/envs.py"), "contract", release], stdout=subprocess.PIPE, text=True
     )
-    if setup.returncode:
+    if setup.returncode or STOPPING.is_set():
         result.failed, result.output = 1, "its environment could not be set up, see above"
         return result
     start = time.monotonic()
@@ -104,7 +121,8 @@ def test(release: str, options: argparse.Namespace) -> Result:
         log, report = Path(folder, "log"), Path(folder, "report.xml")
         python = setup.stdout.splitlines()[-1]
         tests = "tests/contract" + ("/test_support.py" if options.support else "")
-        command = [python, "-m", "pytest", tests, "-p", "no:cacheprovider", f"--junitxml={report}"]
+        reporting = ["-p", "no:cacheprovider", "-o", "junit_family=xunit1", f"--junitxml={report}"]
+        command = [python, "-m", "pytest", tests, *reporting]
         status = bounded(command, environ, log)
         result.output = log.read_text(errors="replace")
         root: Any = ElementTree.parse(report) if report.exists() else ElementTree.Element("none")
@@ -115,15 +133,17 @@ def test(release: str, options: argparse.Namespace) -> Result:
             result.passed += total - errors - failures - skipped
             result.failed += errors + failures
             result.skipped += skipped
-        for measured in root.iter("property"):
+        for measured in root.iterfind(".//property[@name='support']"):
             result.support = json.loads(measured.get("value"))
     if not result.failed and (status or not result.passed):
         result.failed = 1
         result.output += f"\npytest ended with exit status {status}, {result.passed} tests passed\n"
+    if not result.failed and not result.support:
+        result.failed, result.output = 1, result.output + "\nno test said what belongs into the support table\n"
     difference = "" if options.write else support.difference(release, result.support)
     if difference and not result.failed:
         result.failed = 1
-        result.output += f"\n{difference}\nif that is so, write the table anew: make matrix\n"
+        result.output += f"\n{difference}\nif that is so, write the table anew: make matrix RELEASE={release}\n"
     result.seconds = time.monotonic() - start
     return result
 
@@ -134,6 +154,7 @@ def ending(pool: ThreadPoolExecutor) -> Iterator[None]:
     try:
         yield
     except BaseException:
+        STOPPING.set()
         pool.shutdown(wait=False, cancel_futures=True)
         for group in list(RUNNING):
             end(group)
@@ -145,28 +166,37 @@ def main(arguments: list[str]) -> int:
     only = parser.add_mutually_exclusive_group()  # a row in the table says that all tests passed
     only.add_argument("--support", action="store_true")
     only.add_argument("--write", action="store_true")
-    parser.add_argument("releases", nargs="*", default=list(envs.requirements()))
+    only.add_argument("--support-of-all-but", action="store_true")
+    parser.add_argument("releases", nargs="*")
     options = parser.parse_args(arguments)
+    if options.support_of_all_but:
+        options.support = True
+        options.releases = [release for release in envs.requirements() if release not in options.releases]
+    elif not options.releases:
+        options.releases = list(envs.requirements())
     results: list[Result] = []
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for stop in (signal.SIGTERM, signal.SIGHUP):  # a dropped connection too, unless nohup said no
+        if signal.getsignal(stop) is not signal.SIG_IGN:
+            signal.signal(stop, signal.default_int_handler)
     with ThreadPoolExecutor(at_once()) as pool, ending(pool):
         for future in as_completed([pool.submit(test, release, options) for release in options.releases]):
             result = future.result()
             results.append(result)
-            if options.write and not result.failed:
-                support.record_measured(result.release, result.support)
             words = counts(result.passed, result.failed, result.skipped)
             done = f"[{len(results):{len(str(len(options.releases)))}}/{len(options.releases)}]"
             print(f"{done} vLLM {result.release:8}{words} in {result.seconds:.0f} s", flush=True)
-    bad = [result for result in results if result.failed]
-    for result in bad:
-        print(f"\n===== vLLM {result.release} =====\n{result.output}")
+            if result.failed:
+                print(f"\n===== vLLM {result.release} =====\n{result.output}\n=====\n", flush=True)
+    bad = [result.release for result in results if result.failed]
     if bad:
-        print("failed on vLLM " + ", ".join(result.release for result in bad))
+        print("failed on vLLM " + ", ".join(bad))
     passed, failed, skipped = (sum(getattr(r, k) for r in results) for k in ("passed", "failed", "skipped"))
     print(counts(passed, failed, skipped))
     return 1 if bad else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit("stopped")

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "vllm_kvfix/support.json"
 PAGE = ROOT / "docs/support.md"
 README = ROOT / "README.md"
+LOCK = ROOT / "locks/releases.lock"
 BEGIN, END = "<!-- made by `make matrix`: begin -->\n", "<!-- end -->\n"
 
 CONTRACT, ENGINE = "contract", "engine"
@@ -81,19 +82,22 @@ def changing() -> Iterator[dict[str, Rows]]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         table = releases()
         yield table
-        ordered = dict(sorted(table.items(), key=lambda item: number(item[0])))
-        TABLE.write_text(json.dumps({"releases": ordered}, indent=1) + "\n")
-        write_documents()
+        supported = re.findall(r"^vllm[^=]*==(\S+)", LOCK.read_text(), re.MULTILINE)
+        write({release: table[release] for release in supported if release in table})
 
 
-def number(release: str) -> tuple[int, ...]:
-    return tuple(map(int, release.split(".")))
-
-
-def write_documents() -> None:
+def write(table: dict[str, Rows]) -> None:
+    """Write the table and the documents, each at once: others may be reading them, and we may be stopped."""
     PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(page(releases()))
-    README.write_text(with_short_table(README.read_text(), releases()))
+    text = json.dumps({"releases": table}, indent=1) + "\n"
+    for path, new in (
+        (PAGE, page(table)),
+        (README, with_short_table(README.read_text(), table)),
+        (TABLE, text),
+    ):
+        part = path.with_name(path.name + ".part")
+        part.write_text(new)
+        part.replace(path)
 
 
 def page(table: dict[str, Rows]) -> str:
@@ -103,7 +107,7 @@ def page(table: dict[str, Rows]) -> str:
 # Support
 
 Measured by `make matrix` and `make engines`, not claimed: written from `vllm_kvfix/support.json`, not by hand.
-`make test` measures each release again and fails where this table says otherwise.
+`make test` measures each release again, but for the engines, and fails where this table says otherwise.
 
 - **stock** is what vLLM's own code answers to the probe of the fix: `affected` has the known bug, `right` has not,
   `absent` has nothing that could have it.
@@ -168,7 +172,7 @@ def said(rows: Rows, fix: str, word: str) -> str:
 
 def proof(rows: Rows) -> str:
     """What is proven of all fixes of a release."""
-    return ENGINE if all(row["proof"] == ENGINE for row in rows.values()) else CONTRACT
+    return ENGINE if {row["proof"] for row in rows.values()} == {ENGINE} else CONTRACT
 
 
 def spans(some: list[str], every: list[str]) -> list[str]:
@@ -197,10 +201,11 @@ def stale(table: dict[str, Rows], fix: str, docstring: str) -> str:
     with_bug = affected(table, fix)
     if not with_bug:
         return f"no supported release has the bug of {fix} any more: remove the fix"
-    (claim,) = re.findall(r"^Affected: ([\d.]+)-([\d.]+\d)", docstring, re.MULTILINE)
-    if claim != (with_bug[0], with_bug[-1]):
+    (claim,) = re.findall(r"^Affected: ([\d.]+(?:-[\d.]+)?)(?=[. ])", docstring, re.MULTILINE) or [""]
+    (span, *others) = spans(with_bug, list(table))
+    if claim.rstrip(".") != span or others:
         return (
-            f"{fix} says that {'-'.join(claim)} are affected, supported are {with_bug[0]}-{with_bug[-1]}: "
+            f'{fix} says "Affected: {claim}", of the supported releases {", ".join([span, *others])} are: '
             "correct the docstring, and remove what only the others needed"
         )
     return ""
@@ -209,4 +214,4 @@ def stale(table: dict[str, Rows], fix: str, docstring: str) -> str:
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         sys.exit(__doc__)
-    write_documents()
+    write(releases())

@@ -193,7 +193,9 @@ def main(arguments: list[str]) -> int:
     for unknown in [release for release in releases if release not in support.releases()]:
         say(f"vllm_kvfix/support.json does not have vLLM {unknown}: `make matrix` comes first")
         return 2
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for stop in (signal.SIGTERM, signal.SIGHUP):  # a dropped connection too, unless nohup said no
+        if signal.getsignal(stop) is not signal.SIG_IGN:
+            signal.signal(stop, signal.default_int_handler)
     try:
         failed = sweep(releases)
     except envs.Failure as failure:
