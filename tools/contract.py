@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MEMORY = 3 << 30  # bytes that the tests of one release may take
 LIMIT = 900  # seconds for the tests of one release
 # What an operator's shell may hold and would change what the tests see.
-STRIPPED = ("PYTEST_", "PYTHONPATH", "VLLM_", "KVFIX_DISABLE", "KVFIX_STOCK_SPEC")
+STRIPPED = ("PYTEST_", "PYTHON", "VLLM_", "KVFIX_DISABLE", "KVFIX_STOCK_SPEC")
 
 RUNNING: set[int] = set()  # process groups of the tests that run now
 STOPPING = threading.Event()
