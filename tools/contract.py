@@ -175,9 +175,7 @@ def main(arguments: list[str]) -> int:
     elif not options.releases:
         options.releases = list(envs.requirements())
     results: list[Result] = []
-    for stop in (signal.SIGTERM, signal.SIGHUP):  # a dropped connection too, unless nohup said no
-        if signal.getsignal(stop) is not signal.SIG_IGN:
-            signal.signal(stop, signal.default_int_handler)
+    envs.stop_as_on_ctrl_c()
     with ThreadPoolExecutor(at_once()) as pool, ending(pool):
         for future in as_completed([pool.submit(test, release, options) for release in options.releases]):
             result = future.result()

@@ -24,6 +24,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -106,6 +107,13 @@ def locked(name: str) -> Iterator[None]:
             say(f"waiting for another process that sets up {name}")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def stop_as_on_ctrl_c() -> None:
+    """Let SIGTERM, and a dropped connection unless nohup said no, raise KeyboardInterrupt."""
+    for stop in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(stop) is not signal.SIG_IGN:
+            signal.signal(stop, signal.default_int_handler)
 
 
 def write(path: Path, text: str) -> None:

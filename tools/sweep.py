@@ -15,7 +15,6 @@ import hashlib
 import json
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -125,10 +124,10 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def ending(pool: ThreadPoolExecutor) -> Iterator[None]:
-    """On Ctrl-C or SIGTERM leave no engine behind."""
+    """On Ctrl-C, SIGTERM or an error leave no engine behind."""
     try:
         yield
-    except KeyboardInterrupt:
+    except BaseException:
         STOPPING.set()
         pool.shutdown(wait=False, cancel_futures=True)
         for process in list(RUNNING):
@@ -193,9 +192,7 @@ def main(arguments: list[str]) -> int:
     for unknown in [release for release in releases if release not in support.releases()]:
         say(f"vllm_kvfix/support.json does not have vLLM {unknown}: `make matrix` comes first")
         return 2
-    for stop in (signal.SIGTERM, signal.SIGHUP):  # a dropped connection too, unless nohup said no
-        if signal.getsignal(stop) is not signal.SIG_IGN:
-            signal.signal(stop, signal.default_int_handler)
+    envs.stop_as_on_ctrl_c()
     try:
         failed = sweep(releases)
     except envs.Failure as failure:
