@@ -2,8 +2,9 @@
 
 What ``register()`` does depends on what is imported already, and vLLM cannot be un-imported, so every
 test runs in a process of its own: a fork of this one, in which torch and the slow parts of vLLM are
-imported (about 10 s, once a release) but neither of the modules that the fixes are for. A test whose
-process dies or hangs has failed.
+imported (about 10 s, once a release) but neither of the modules that the fixes are for. All parameters
+of a test that is marked ``one_process`` share one: that is for numbers, and not for what is said or
+patched. A test whose process dies or hangs has failed.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import traceback
 import warnings
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +40,7 @@ MUST_NOT_BE_IMPORTED = ("vllm.v1.core.kv_cache_utils", "vllm.v1.kv_offload.facto
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "only_if(condition): the test is about other releases if the condition is false")
+    config.addinivalue_line("markers", "one_process: its parameters need no vLLM that is as it was imported")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -68,54 +72,63 @@ def pytest_report_header() -> str:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    for report in _reports_of_a_fork(item):
+    if item.nodeid not in _ended:
+        _ended.update(_reports_of_a_fork(_with_the_same_process(item)))
+    for report in _ended.pop(item.nodeid):
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
 
 
-def _reports_of_a_fork(item: pytest.Item) -> list[pytest.TestReport]:
-    """Set up, call and tear down ``item`` in a fork; its reports, or one of how the fork ended."""
+_ended: dict[str, list[pytest.TestReport]] = {}
+
+
+def _with_the_same_process(item: pytest.Item) -> list[pytest.Item]:
+    if item.get_closest_marker("one_process") is None:
+        return [item]
+    return [other for other in item.session.items if other.nodeid.split("[")[0] == item.nodeid.split("[")[0]]
+
+
+def _reports_of_a_fork(items: list[pytest.Item]) -> dict[str, list[pytest.TestReport]]:
+    """Set up, call and tear down ``items`` in a fork; the reports of each, or one of how the fork ended."""
     here, there = multiprocessing.Pipe(duplex=False)
     pid = os.fork()
     if pid == 0:
         here.close()
-        _run_and_exit(item, there)
+        _run_and_exit(items, there)
     there.close()
-    data: list[dict[str, Any]] = []
-    how = f"gave no result within {LIMIT} s"
+    reports = {}
+    how = "died"
     try:
-        if here.poll(LIMIT):
-            how = "died"
-            data = here.recv()
+        for item in items:
+            if not here.poll(LIMIT):
+                how = f"gave no result within {LIMIT} s"
+                break
+            from_serializable = item.config.hook.pytest_report_from_serializable
+            reports[item.nodeid] = [from_serializable(config=item.config, data=one) for one in here.recv()]
     except EOFError:
         pass
     finally:
         here.close()
-        if not data:
+        if len(reports) < len(items):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
-    if data:
-        return [item.config.hook.pytest_report_from_serializable(config=item.config, data=one) for one in data]
-    return [
-        pytest.TestReport(
-            item.nodeid,
-            item.location,
-            {},
-            "failed",
-            f"the process of this test {how} (wait status {status})",
-            "call",
-        )
-    ]
+    why = f"the process of this test {how} (wait status {status})"
+    return {
+        item.nodeid: reports.get(item.nodeid)
+        or [pytest.TestReport(item.nodeid, item.location, {}, "failed", why, "call")]
+        for item in items
+    }
 
 
-def _run_and_exit(item: pytest.Item, to_parent: Connection) -> None:
+def _run_and_exit(items: list[pytest.Item], to_parent: Connection) -> None:
     code = 1
     try:
-        reports = runtestprotocol(item, log=False, nextitem=None)
-        to_serializable = item.config.hook.pytest_report_to_serializable
-        to_parent.send([to_serializable(config=item.config, report=report) for report in reports])
+        for item in items:
+            reports = runtestprotocol(item, log=False, nextitem=None)
+            to_serializable = item.config.hook.pytest_report_to_serializable
+            to_parent.send([to_serializable(config=item.config, report=report) for report in reports])
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -148,6 +161,13 @@ class Log(logging.Handler):
             for record in self.records
             if not record.name.startswith("vllm.kvfix") and text in record.getMessage()
         ]
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """pytest's own would look through all earlier ones, in every fork anew."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

@@ -118,7 +118,8 @@ def test_a_right_function_is_not_needed_and_untouched(register: Any, imported: s
     assert plugin.statuses()["max-concurrency"].word == "not needed"
     function = getattr(kv_cache_utils, NAME)
     assert function.__globals__ is vars(kv_cache_utils) and not hasattr(function, "__wrapped__")
-    assert {name for name, value in vars(kv_cache_utils).items() if before.get(name) is not value} == set()
+    changed = {name for name, value in vars(kv_cache_utils).items() if before.get(name) is not value}
+    assert changed <= {"get_kv_cache_configs"}, "another fix stamps what it plans"
 
 
 def test_the_operator_reads_the_right_number(register: Any, log: Any) -> None:

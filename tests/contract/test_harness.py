@@ -24,16 +24,31 @@ ENDS = {  # body of a test: how it ends, and what pytest says
 }
 
 
+IN_ONE_PROCESS = """
+seen = []
+
+@pytest.mark.one_process
+@pytest.mark.parametrize("number", range(5))
+def test_of_five(number):
+    seen.append(number)
+    assert seen == list(range(number + 1)) and number != 1
+    if number == 3:
+        os._exit(0)
+"""
+
+
 @pytest.mark.only_if(VERSION == (0, 19, 1))  # the harness is the same on every release, and this takes 5 s
 def test_a_test_in_a_process_of_its_own_ends_as_it_should(pytester: pytest.Pytester) -> None:
     conftest = HARNESS.read_text().replace("LIMIT = 60", "LIMIT = 3").replace("gc.collect()", "pass")
     pytester.makeconftest(conftest)
     tests = [f"def test_{number}():\n    {body}\n" for number, body in enumerate(ENDS)]
-    pytester.makepyfile("import os, time, pytest\n" + "".join(tests))
+    pytester.makepyfile("import os, time, pytest\n" + "".join(tests) + IN_ONE_PROCESS)
     output = pytester.runpytest_inprocess("-v", "-rs").stdout.str()
     for number, (outcome, words) in enumerate(ENDS.values()):
         assert re.search(rf"::test_{number} {outcome}", output), output
         assert words in output
+    for number, outcome in enumerate(("PASSED", "FAILED", "PASSED", "FAILED", "FAILED")):
+        assert re.search(rf"::test_of_five\[{number}\] {outcome}", output), output
 
 
 @pytest.mark.parametrize("turn", [1, 2])

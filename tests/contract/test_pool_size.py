@@ -57,6 +57,7 @@ def both_forms(case: dict[str, Any], extra_config: dict[str, Any]) -> tuple[Any,
     return create_spec(config, schedulers_form(worker_config)), create_spec(config, worker_config)
 
 
+@pytest.mark.one_process
 @sized_by_vllm
 @pytest.mark.parametrize("case", CASES["offload_pool"].values(), ids=CASES["offload_pool"])
 def test_stock_gives_two_wrong_numbers_until_0_19_1_and_one_right_number_after(case: dict[str, Any]) -> None:
@@ -68,6 +69,7 @@ def test_stock_gives_two_wrong_numbers_until_0_19_1_and_one_right_number_after(c
         assert chunks(scheduler) == chunks(worker) == case["right"]
 
 
+@pytest.mark.one_process
 @sized_by_vllm
 @pytest.mark.parametrize("case", CASES["offload_pool"].values(), ids=CASES["offload_pool"])
 def test_fixed_gives_the_scheduler_and_the_worker_the_right_number(

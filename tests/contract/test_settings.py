@@ -26,6 +26,7 @@ def is_a_right_example(message: str, setting: str, **other: Any) -> bool:
     return example is not None and spec_for(**{setting: int(example[1])} | other) is not None
 
 
+@pytest.mark.one_process
 @pytest.mark.parametrize(
     "value",
     [None, 0, -5, "0", "abc", "", "32 GiB", math.nan, math.inf, -math.inf, True, False, [], {}, ROW - 1, 1],
@@ -56,6 +57,7 @@ def test_a_budget_below_one_row_names_the_row_and_the_least_budget(register: Any
     assert chunks(spec_for(world_size=4, cpu_bytes_to_use=4 * ROW)) == 1
 
 
+@pytest.mark.one_process
 @pytest.mark.parametrize("value", [34359738368, 34359738368.0, "34359738368", " 34359738368 "], ids=repr)
 def test_a_budget_in_any_form_that_stock_accepts_is_accepted(register: Any, value: Any) -> None:
     register()
@@ -77,6 +79,7 @@ def test_a_budget_above_the_machines_memory_is_one_warning(register: Any, log: A
     assert is_a_right_example(warning, "cpu_bytes_to_use")
 
 
+@pytest.mark.one_process
 @pytest.mark.only_if(VERSION < (0, 26, 0))
 @pytest.mark.parametrize("value", [24, 8, 1, -16, 0, "abc", 17.5], ids=repr)
 def test_a_block_size_that_is_no_multiple_is_refused(register: Any, value: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,6 +164,7 @@ def rig(register: Any) -> Callable[..., Rig]:
 backends = pytest.mark.parametrize("backend", [BlocksFirst, HalvesFirst])
 
 
+@pytest.mark.one_process
 @backends
 @pytest.mark.parametrize("blocks_per_chunk", [1, 2, 3])
 def test_blocks_come_back_as_they_were_stored(
@@ -199,6 +201,7 @@ def test_a_load_may_begin_inside_a_chunk(rig: Callable[..., Rig], backend: type[
         assert torch.equal(tensor, before[name]), name
 
 
+@pytest.mark.one_process
 @backends
 @pytest.mark.parametrize("blocks_per_chunk", [1, 3])
 def test_the_pool_has_the_rows_that_the_scheduler_hands_out_and_no_more(
@@ -239,7 +242,8 @@ def test_stock_refuses_the_cpu_platform_and_on_cuda_the_copies_are_vllms_own(
             one.start()
     else:
         name = "get_worker" if hasattr(stock, "get_worker") else "get_handlers"
-        monkeypatch.setattr(stock, name, lambda self, *args: called.append(args) or iter(()))
+        copies: Any = iter(()) if name == "get_handlers" else SimpleNamespace(submit_store=None, submit_load=None)
+        monkeypatch.setattr(stock, name, lambda self, *args: called.append(args) or copies)
         one = Rig(BlocksFirst, 1, 8, "FixedCPUOffloadingSpec")
         getattr(one.spec, name)("the KV cache", *(["backends"] if name == "get_handlers" else []))
         assert len(called) == 1 and called[0][0] == "the KV cache"
