@@ -55,6 +55,10 @@ def rows() -> list[tuple[str, ...]]:
             ("register(), vLLM's modules imported", "< 5 ms"),
         ):
             table.append((f"{what}, median", release, f"{times[what]:.2f} ms", "-", aim))
+        one = measure("measure_guard.py", release)
+        what = f"bounds check of {one['chunks']:,} chunks / copying them ({one['chunk_bytes'] >> 10} KiB each)"
+        cost = f"{one['guard_us']:.1f} us ({one['percent']:.3f} %)"
+        table.append((what, release, cost, f"{one['copy_us']:,.0f} us", "< 1 %"))
     pools = measure("measure_pool.py", "0.19.1")
     for one in pools:
         what = f"budget used by a worker, median of {one['count']} models, {one['kind']}"

@@ -37,6 +37,8 @@ class Fix(Protocol):
     ID: str
     TARGETS: tuple[str, ...]
     """Names of the vLLM modules it needs. It imports none of them, but waits until vLLM does."""
+    CONNECTOR: str
+    """The KV connector whose engines settle it after ``register()``; empty if that has nothing to do with one."""
     STOCK_CODE: dict[str, tuple[str, ...]]
     """The code that it judges, replaces or wraps: qualified name -> modules that may define it."""
 

@@ -19,13 +19,13 @@ logger = logging.getLogger("vllm.kvfix")
 
 _said: set[str] = set()
 _in_helper = False
-_will_offload = False
+_connector = ""
 _at_command_line = False
 
 
 def find_role() -> None:
     """Note what this process is, by who called us."""
-    global _in_helper, _will_offload, _at_command_line
+    global _in_helper, _connector, _at_command_line
     frame = sys._getframe(1)
     while frame.f_back is not None:
         spec_name = getattr(frame.f_globals.get("__spec__"), "name", None)  # under `python -m` too
@@ -34,7 +34,7 @@ def find_role() -> None:
             _in_helper = True
         if _releases.ENGINE_CORE in names and frame.f_code.co_name == "__init__":
             config = getattr(frame.f_locals.get("vllm_config"), "kv_transfer_config", None)
-            _will_offload = getattr(config, "kv_connector", None) == _releases.CONNECTOR
+            _connector = getattr(config, "kv_connector", None) or ""
         if _releases.ARGUMENTS in names and frame.f_code.co_name == "add_cli_args":
             _at_command_line = True
         frame = frame.f_back
@@ -48,9 +48,9 @@ def in_helper() -> bool:
     return _in_helper or multiprocessing.current_process().name.startswith(_releases.WORKER_PROCESS)
 
 
-def will_offload() -> bool:
-    """Whether this is an EngineCore that is about to make an offloading spec."""
-    return _will_offload
+def connector() -> str:
+    """In an EngineCore that is about to make a KV connector: its name."""
+    return _connector
 
 
 def at_command_line() -> bool:

@@ -20,8 +20,11 @@ ENGINE_CORE = "vllm.v1.engine.core"
 ARGUMENTS = "vllm.engine.arg_utils"
 CONNECTOR = "OffloadingConnector"
 PLANNER_MODULES = (KV_CACHE_UTILS, "vllm.v1.core.kv_cache_planning")  # to 0.32.0; from 0.33.0
-# get_kv_cache_configs() is defined in one module and bound by name in another, 0.14.0-0.19.1.
-PLANNER_CALLERS = (KV_CACHE_UTILS, ENGINE_CORE)
+# get_kv_cache_configs() is bound by name where it is called.
+PLANNER_CALLERS = (*PLANNER_MODULES, ENGINE_CORE)
+OFFLOADING_CONFIG = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.config"  # from 0.26.0
+# build_offloading_config() is bound by name where it is called.
+BUILDER_CALLERS = (OFFLOADING_CONFIG, "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector")
 STOCK_SPEC = "CPUOffloadingSpec"
 STOCK_SPEC_MODULES = (
     "vllm.v1.kv_offload.cpu.spec",  # from 0.19.0
@@ -117,6 +120,30 @@ def _class_in(module_names: tuple[str, ...], name: str) -> Any:
     raise ImportError(f"this vLLM has no {name} in {' or '.join(module_names)}")
 
 
+def is_stock_spec_chosen(vllm_config: Any) -> bool:
+    """Whether the operator offloads with the stock spec, by its name or by naming none, from 0.14.0."""
+    if not is_offloading(vllm_config):
+        return False
+    extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+    return extra_config.get("spec_name", STOCK_SPEC) == STOCK_SPEC and "cpu_bytes_to_use" in extra_config
+
+
+def is_offloading(vllm_config: Any) -> bool:
+    """Whether the operator offloads with vLLM's ``OffloadingConnector``."""
+    return getattr(getattr(vllm_config, "kv_transfer_config", None), "kv_connector", None) == CONNECTOR
+
+
+def num_nodes(vllm_config: Any) -> int:
+    """Nodes that the ranks of an engine are on, side by side; 1 with Ray, which places them itself."""
+    return int(getattr(vllm_config.parallel_config, "nnodes_within_dp", 1))  # from 0.14.0
+
+
+def is_on_one_node(vllm_config: Any) -> bool:
+    """Whether all ranks of an engine take memory of one node; with Ray or an executor of others' it is not known."""
+    backend = getattr(vllm_config.parallel_config, "distributed_executor_backend", None)
+    return num_nodes(vllm_config) == 1 and backend in (None, "mp", "uni")
+
+
 def spec_era(spec_class: Any) -> str | None:
     """Which of the three constructors a ``CPUOffloadingSpec`` has; None for any other."""
     _, *parameters = inspect.signature(spec_class.__init__).parameters.values()
@@ -144,6 +171,13 @@ def tokens_per_block(spec: Any) -> tuple[int, ...]:
     return tuple(sizes) if isinstance(sizes, tuple) else (int(sizes),)  # one number to 0.17.1
 
 
+def rank(spec: Any) -> int:
+    """Rank of the worker that a spec is for; 0 in the scheduler."""
+    if hasattr(spec, "vllm_config"):  # to 0.25.1
+        return int(spec.vllm_config.parallel_config.rank)
+    return int(spec.config.parallel.rank)
+
+
 def num_chunks(spec: Any) -> int:
     """Chunks of a spec's pool: ``num_chunks`` from 0.30.0, ``num_blocks`` before."""
     return int(spec.num_chunks if hasattr(spec, "num_chunks") else spec.num_blocks)
@@ -162,6 +196,8 @@ def resize(spec: Any, chunks: int, row: int, slot: int) -> None:
             setattr(spec, name, row)
     if hasattr(spec, "cpu_page_size_per_worker"):  # from 0.22.0
         spec.cpu_page_size_per_worker = slot
+    if hasattr(spec, "cpu_info"):  # from 0.33.0, for /metrics
+        spec.cpu_info = type(spec.cpu_info).from_config(spec.config, chunks, row)
 
 
 def row_bytes(spec: Any) -> int | None:
@@ -173,19 +209,19 @@ def row_bytes(spec: Any) -> int | None:
 
 
 def kv_bytes(kv_cache_config: Any) -> int:
-    """Bytes of all KV cache tensors of one rank, 0.14.0-0.25.1.
+    """Bytes of all KV cache tensors of one rank on its GPU, 0.14.0-0.33.0.
 
-    From 0.24.0 packed tensors (``block_stride``) describe places in one allocation, whose size
-    each of them carries. From 0.26.0 vLLM hands the spec the bytes itself.
+    Tensors that describe places in one allocation each carry its size: the packed ones of 0.24.0 and
+    later (``block_stride``), and all from 0.29.0 (``layers``).
     """
-    tensors = kv_cache_config.kv_cache_tensors
-    if tensors and getattr(tensors[0], "block_stride", 0):
+    tensors = [one for one in kv_cache_config.kv_cache_tensors if not getattr(one, "host_resident", False)]
+    if tensors and any(getattr(tensors[0], name, None) for name in ("layers", "block_stride")):
         return int(tensors[0].size)
     return sum(int(tensor.size) for tensor in tensors)
 
 
 def kv_bytes_per_block(kv_cache_config: Any) -> int:
-    """KV bytes that the rank of this config keeps for one GPU block, 0.14.0-0.25.1."""
+    """KV bytes that the rank of this config keeps for one GPU block, 0.14.0-0.33.0."""
     return pool.bytes_per_block(kv_bytes(kv_cache_config), kv_cache_config.num_blocks)
 
 

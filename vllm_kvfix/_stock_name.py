@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
-from types import ModuleType
+from collections.abc import Sequence
 from typing import Any
 
-from vllm_kvfix import _log, _releases
-from vllm_kvfix._fix import in_place_of, is_ours, original_of
+from vllm_kvfix import _log, _stamp
 
 _STAMP = "kvfix_stock_spec"
-PLANNER = "get_kv_cache_configs"
 
 
 def asked() -> bool:
@@ -32,32 +29,16 @@ def asked() -> bool:
 def stamp_configs() -> None:
     """In EngineCore: stamp every KV cache config that is planned, if the operator asked."""
     if asked():
-        for caller in _callers():
-            planner = getattr(caller, PLANNER, None)
-            if planner is not None and not is_ours(planner):
-                setattr(caller, PLANNER, _stamping(planner))
+        _stamp.on_every_plan("KVFIX_STOCK_SPEC", _stamp_configs)
 
 
-def _stamping(planner: Any) -> Any:
-    @in_place_of(planner)
-    def plan_and_stamp(*args: Any, **kwargs: Any) -> Any:
-        configs = planner(*args, **kwargs)
-        try:
-            for config in configs:
-                setattr(config, _STAMP, True)
-        except Exception as error:
-            name = f"{type(error).__name__}: {error}"
-            _log.once(logging.WARNING, f"vllm-kvfix: workers cannot be told of KVFIX_STOCK_SPEC ({name})")
-        return configs
-
-    return plan_and_stamp
+def _stamp_configs(vllm_config: Any, configs: Sequence[Any]) -> None:
+    for config in configs:
+        setattr(config, _STAMP, True)
 
 
 def restore() -> None:
-    for module in _callers():
-        planner = original_of(getattr(module, PLANNER, None))
-        if planner is not None:
-            setattr(module, PLANNER, planner)
+    _stamp.forget("KVFIX_STOCK_SPEC")
 
 
 def refuse_disagreement(kv_cache_config: Any, fixed: bool) -> None:
@@ -77,10 +58,5 @@ def refuse_disagreement(kv_cache_config: Any, fixed: bool) -> None:
         f"KVFIX_STOCK_SPEC is set in {one} and not in {other}: their CPU pools would differ, and "
         "stores would be out of bounds. Set KVFIX_STOCK_SPEC=1 in the environment of every node; "
         "with Ray, from vLLM 0.17.0, also VLLM_RAY_EXTRA_ENV_VARS_TO_COPY=KVFIX_STOCK_SPEC. If it is, "
-        f"another plugin has replaced {PLANNER}: write spec_name instead"
+        f"another plugin has replaced {_stamp.PLANNER}: write spec_name instead"
     )
-
-
-def _callers() -> list[ModuleType]:
-    """Modules that call the planner by a name of their own, as far as they are imported."""
-    return [sys.modules[name] for name in _releases.PLANNER_CALLERS if name in sys.modules]

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_kvfix import _log, _releases
-
-_STORE, _LOAD = ("GPU", "CPU"), ("CPU", "GPU")
+from vllm_kvfix import _releases, guard
+from vllm_kvfix.guard import LOAD, STORE
 
 
 class HostPool:
@@ -27,6 +26,7 @@ class HostPool:
         groups: for each KV cache group the indices of its tensors in ``rows``.
         num_chunks: chunks in the pool; chunk ids are ``0 .. num_chunks - 1``.
         blocks_per_chunk: blocks in one chunk.
+        rank: of the worker, to be named in an error.
     """
 
     def __init__(
@@ -35,8 +35,9 @@ class HostPool:
         groups: Sequence[Sequence[int]],
         num_chunks: int,
         blocks_per_chunk: int,
+        rank: int | None = None,
     ) -> None:
-        self.rows, self.groups = rows, groups
+        self.rows, self.groups, self.rank = rows, groups, rank
         self.num_chunks, self.blocks_per_chunk = num_chunks, blocks_per_chunk
         self.pool = [torch.zeros((num_chunks * blocks_per_chunk, page.shape[1]), dtype=torch.int8) for page in rows]
 
@@ -44,19 +45,21 @@ class HostPool:
         """Store or load the blocks of one transfer; returns the bytes copied.
 
         Args:
-            direction: ``_STORE`` or ``_LOAD``.
+            direction: ``STORE`` or ``LOAD``.
             kv_side: names blocks, per group where the release has ``group_sizes``.
             pool_side: names chunks, of which each group's first and last may be used in part.
 
         Raises:
-            IndexError: a chunk outside the pool, or a block outside the KV cache; nothing is copied.
+            PoolBoundsError: a chunk outside the pool; nothing is copied.
+            IndexError: a block outside the KV cache, or sides that do not match; nothing is copied.
         """
+        guard.check(direction, pool_side.block_ids, self.num_chunks, self.rank)
+        self._check_blocks(direction, kv_side.block_ids)
         transfers = list(self._transfers(direction, kv_side, pool_side))
-        self._check_bounds(direction, kv_side.block_ids, pool_side.block_ids)
         copied = 0
         for tensors, blocks, slots in transfers:
             for i in tensors:
-                if direction == _STORE:
+                if direction == STORE:
                     self.pool[i][slots] = self.rows[i][blocks]
                 else:
                     self.rows[i][blocks] = self.pool[i][slots]
@@ -72,7 +75,7 @@ class HostPool:
         sizes = [len(blocks)] if sizes is None else sizes
         first = getattr(kv_side, "block_indices", None)  # 0.19.0-0.20.2: for loads only
         if first is None:  # stores begin at a chunk; loads end at one, and may begin inside
-            first = [-len(blocks) % factor if direction == _LOAD else 0] * len(sizes)
+            first = [-len(blocks) % factor if direction == LOAD else 0] * len(sizes)
         block_offset = chunk_offset = 0
         for tensors, size, index in zip(self.groups, sizes, first):
             if size == 0:
@@ -88,27 +91,24 @@ class HostPool:
             )
             block_offset, chunk_offset = block_offset + size, chunk_offset + num_chunks
         if (block_offset, chunk_offset) != (len(blocks), len(chunks)):
-            _refuse(
-                f"a transfer of {len(blocks)} blocks and {len(chunks)} chunks does not match "
-                f"groups of {list(sizes)} blocks, {factor} a chunk"
+            guard.refuse(
+                IndexError(
+                    f"a transfer of {len(blocks)} blocks and {len(chunks)} chunks does not match "
+                    f"groups of {list(sizes)} blocks, {factor} a chunk"
+                )
             )
 
-    def _check_bounds(self, direction: tuple[str, str], blocks: Any, chunks: Any) -> None:
+    def _check_blocks(self, direction: tuple[str, str], blocks: Any) -> None:
         """A negative index would wrap around silently."""
-        num_blocks = min((len(page) for page in self.rows), default=0)
-        for what, ids, count in (("block", blocks, num_blocks), ("chunk", chunks, self.num_chunks)):
-            outside = ids[(ids < 0) | (ids >= count)]
-            if outside.size:
-                _refuse(
-                    f"{direction[0]} to {direction[1]}: {what} ids {outside[:8].tolist()} are out "
-                    f"of bounds for {count} {what}s; nothing was copied"
+        count = min((len(page) for page in self.rows), default=0)
+        outside = blocks[(blocks < 0) | (blocks >= count)]
+        if outside.size:
+            guard.refuse(
+                IndexError(
+                    f"{direction[0]} to {direction[1]}: block ids {outside[:8].tolist()} are out "
+                    f"of bounds for {count} blocks; nothing was copied"
                 )
-
-
-def _refuse(message: str) -> NoReturn:
-    """Say it before raising: to 0.24.0 vLLM hides the error and dies of a bare assertion later."""
-    _log.logger.error("vllm-kvfix: %s", message)
-    raise IndexError(message)
+            )
 
 
 def block_rows(kv_caches: Any, attn_backends: Any = None) -> tuple[list[torch.Tensor], list[list[int]]]:
@@ -166,7 +166,7 @@ class _Transfers:
 
     def submit(self, job_id: int, direction: tuple[str, str], src: Any, dst: Any) -> bool:
         start = time.perf_counter()
-        sides = (src, dst) if direction == _STORE else (dst, src)
+        sides = (src, dst) if direction == STORE else (dst, src)
         copied = self._pool.copy(direction, *sides)
         seconds = time.perf_counter() - start
         self._finished.append(_result(job_id, direction, copied, seconds))
@@ -208,8 +208,8 @@ def handlers(pool: HostPool) -> Iterator[tuple[Any, Any, Any]]:
         def transfer_async(self, job_id: int, spec: tuple[Any, Any]) -> bool:
             return self.submit(job_id, self._direction, *spec)
 
-    yield kv_side, pool_side, Handler(_STORE)
-    yield pool_side, kv_side, Handler(_LOAD)
+    yield kv_side, pool_side, Handler(STORE)
+    yield pool_side, kv_side, Handler(LOAD)
 
 
 def worker(pool: HostPool) -> Any:
@@ -217,10 +217,10 @@ def worker(pool: HostPool) -> Any:
 
     class Worker(_Transfers, _releases.offload_class("OffloadingWorker")):  # type: ignore[misc]
         def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-            return self.submit(job_id, _STORE, src_spec, dst_spec)
+            return self.submit(job_id, STORE, src_spec, dst_spec)
 
         def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, **_: Any) -> bool:
             # expedited (0.33.0) changes nothing: no load waits behind another
-            return self.submit(job_id, _LOAD, src_spec, dst_spec)
+            return self.submit(job_id, LOAD, src_spec, dst_spec)
 
     return Worker(pool)

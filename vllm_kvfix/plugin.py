@@ -16,9 +16,9 @@ from types import ModuleType
 
 from vllm_kvfix import __version__, _imports, _log, _releases
 from vllm_kvfix._fix import APPLIED, DISABLED, FAILED, UNKNOWN, WAITING, Fix, Status, disabled_words, one_line
-from vllm_kvfix.fixes import max_concurrency, offload_pool_size
+from vllm_kvfix.fixes import max_concurrency, offload_pool_size, simple_offload_ranks
 
-FIXES: tuple[Fix, ...] = (offload_pool_size, max_concurrency)
+FIXES: tuple[Fix, ...] = (offload_pool_size, simple_offload_ranks, max_concurrency)
 
 _statuses: dict[str, Status] = {}
 _lock = threading.RLock()
@@ -55,8 +55,9 @@ def _register() -> None:
                 if target not in sys.modules:
                     _imports.when_imported(target, settle_late)
     # A line that will be said again, when the rest is settled, is for DEBUG.
-    words = {status.word for status in _statuses.values()}
-    early = words == {WAITING} or (WAITING in words and _log.will_offload())
+    waiting = [fix for fix in FIXES if _statuses[fix.ID].word == WAITING]
+    connector = _log.connector()
+    early = len(waiting) == len(FIXES) or (connector and connector in [fix.CONNECTOR for fix in waiting])
     _say_summary(loud=not early)
 
 

@@ -32,6 +32,22 @@ def row_bytes(rank_bytes: tuple[int, ...], blocks_per_chunk: int, alignment: int
     return -(-unaligned // alignment) * alignment
 
 
+def slots(rank_bytes: tuple[int, ...], blocks_per_chunk: int) -> tuple[int, ...]:
+    """Byte offset of each rank's slot in a row that holds one slot a rank, each of its own size.
+
+    Slots of whole 8-byte words come first and begin at one: vLLM's kernel for small loads (0.27.0) reads
+    words on such a rank, whatever the bytes of the others.
+
+    Args:
+        rank_bytes: bytes of one GPU block on each rank.
+        blocks_per_chunk: GPU blocks in one chunk.
+    """
+    sizes = [size * blocks_per_chunk for size in rank_bytes]
+    order = sorted(range(len(sizes)), key=lambda rank: sizes[rank] % 8 != 0)
+    offsets = {rank: sum(sizes[before] for before in order[:place]) for place, rank in enumerate(order)}
+    return tuple(offsets[rank] for rank in range(len(sizes)))
+
+
 def num_chunks(budget: int, row: int) -> int:
     """Chunks of ``row`` bytes in ``budget`` bytes: never above it, less than one row left over."""
     return budget // row if row > 0 else 0

@@ -1,24 +1,27 @@
 """``FixedCPUOffloadingSpec``: the installed ``CPUOffloadingSpec`` with a pool of the right size.
 
 Operators choose it by name in ``kv_connector_extra_config``. Everything but the size, and the copies
-on the CPU platform, is inherited. Scheduler and workers compute the size from the same setting by
-the same formula; no environment variable changes it, so they cannot disagree.
+on the CPU platform, is inherited. Scheduler and workers compute the size from the same setting and the
+same bytes, those of all ranks, by the same formula; no environment variable changes it.
 
-Source of the formula: https://github.com/vllm-project/vllm/pull/39617
+Source of the formula: https://github.com/vllm-project/vllm/pull/39617; of several ranks' bytes: none
+upstream, https://github.com/vllm-project/vllm/issues/50821 is open.
 """
 
 from __future__ import annotations
 
+import collections
 import copy
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 from vllm.platforms import current_platform
 
-from vllm_kvfix import _log, _releases, _stock_name, hostcopy, pool, settings
+from vllm_kvfix import _log, _ranks, _releases, _stock_name, guard, hostcopy, pool, region, settings
 from vllm_kvfix._fix import AFFECTED, disabled_words
 from vllm_kvfix.fixes import offload_pool_size
 
@@ -52,6 +55,7 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
                 "back one of them"
             )
         self._host_pool: hostcopy.HostPool | None = None
+        self._slot: int | None = None  # byte offset of this rank in a row, where ranks differ
         if _ERA == _releases.TAKES_NUM_CPU_BLOCKS:
             super().__init__(config)
             _log.once(
@@ -65,9 +69,12 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
                 settings.check_block_size(config.extra_config, group.tokens_per_block)
             super().__init__(config)
             copies = 1 if getattr(self, "replicated_layout", False) else config.parallel.world_size
-            self._check_and_say(budget, (config.worker_kv_bytes_per_block,) * copies)
+            rank_bytes = self._rank_bytes(config, config.worker_kv_bytes_per_block, copies, config.parallel.pp_size)
+            self._refuse_disagreement(config, rank_bytes)
+            if len(set(rank_bytes)) > 1:
+                self._resize(budget, rank_bytes, config.worker_kv_bytes_per_block)
+            self._check_and_say(budget, rank_bytes)
             self._say_mla_copies(config)
-            _warn_of_stages(config.parallel.pp_size)
         else:
             self._init_from_kv_cache_config(config, kv_cache_config)
 
@@ -86,22 +93,66 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
         self.kv_cache_config = kv_cache_config
         world_size = config.parallel_config.world_size
         own_bytes = _releases.kv_bytes_per_block(kv_cache_config)
-        rank_bytes = (own_bytes,) * world_size
+        stages = config.parallel_config.pipeline_parallel_size
+        rank_bytes = self._rank_bytes(kv_cache_config, own_bytes, world_size, stages)
+        self._refuse_disagreement(kv_cache_config, rank_bytes)
         stock = None
         if _AFFECTED:
-            if _chosen_by_stock_name(extra_config):
-                _stock_name.refuse_disagreement(kv_cache_config, fixed=True)
             factor = _releases.blocks_per_chunk(self)
-            row = pool.row_bytes(rank_bytes, factor, _releases.row_alignment(self))
-            _releases.resize(self, pool.num_chunks(budget, row), row, own_bytes * factor)
             stock = offload_pool_size.stock_numbers(budget, kv_cache_config, world_size, factor)
+        if _AFFECTED or len(set(rank_bytes)) > 1:
+            self._resize(budget, rank_bytes, own_bytes)
         self._check_and_say(budget, rank_bytes, stock)
-        _warn_of_stages(config.parallel_config.pipeline_parallel_size)
+
+    def _rank_bytes(self, config: Any, own: int, copies: int, stages: int) -> tuple[int, ...]:
+        """KV bytes of one GPU block on each rank that keeps a copy; ``own`` is what this config says.
+
+        Args:
+            config: ``KVCacheConfig`` or ``OffloadingConfig``, which EngineCore may have stamped.
+            copies: ranks that keep a copy.
+            stages: pipeline stages.
+
+        Raises:
+            RuntimeError: this rank keeps something else than EngineCore planned for it.
+        """
+        ranks = _ranks.of(config)
+        if ranks is not None and stages > 1 and len(ranks.bytes) == 1:
+            message = (
+                f"{stages} pipeline stages, each with a scheduler of its own (external_launcher), which cannot "
+                "know the KV bytes of the others: their CPU pools would differ where the stages do"
+            )
+            if not _chosen_by_stock_name(self.extra_config):
+                raise ValueError(f"{message}. Write --pipeline-parallel-size 1, or take spec_name back")
+            _log.once(logging.WARNING, f"vllm-kvfix: {message}")
+        if ranks is None:
+            _say_ranks_are_unknown(copies, stages)
+            return (own,) * copies
+        if not ranks.differ:
+            return (own,) * copies
+        if len(ranks.bytes) != copies or ranks.bytes[ranks.rank] != own:
+            raise RuntimeError(
+                f"{offload_pool_size.SPEC_NAME}: rank {ranks.rank} of {copies} keeps {own} KV bytes a block, and "
+                f"EngineCore planned {', '.join(map(str, ranks.bytes))} for all: their CPU pools would differ, and "
+                "stores would be out of bounds. Run the same vLLM and the same plugins on every node, or take "
+                "spec_name back"
+            )
+        self._slot = pool.slots(ranks.bytes, _releases.blocks_per_chunk(self))[ranks.rank]
+        return ranks.bytes
+
+    def _refuse_disagreement(self, stamped: Any, rank_bytes: tuple[int, ...]) -> None:
+        """Where stock counts another pool than we do, and we stand behind its name: go with EngineCore."""
+        if _chosen_by_stock_name(self.extra_config) and (_AFFECTED or len(set(rank_bytes)) > 1):
+            _stock_name.refuse_disagreement(stamped, fixed=True)
+
+    def _resize(self, budget: int, rank_bytes: tuple[int, ...], own: int) -> None:
+        """Size the pool for what all ranks keep; all in bytes, of one GPU block."""
+        row = self._row(rank_bytes)
+        _releases.resize(self, pool.num_chunks(budget, row), row, own * _releases.blocks_per_chunk(self))
 
     def _check_and_say(self, budget: int, rank_bytes: tuple[int, ...], stock: tuple[int, int] | None = None) -> None:
         """Refuse a pool that is not the budget's (bytes), or under one row; say what it is, once."""
         chunks, factor = _releases.num_chunks(self), _releases.blocks_per_chunk(self)
-        row = pool.row_bytes(rank_bytes, factor, _releases.row_alignment(self))
+        row = self._row(rank_bytes)
         made = _releases.row_bytes(self)
         if made not in (None, row) or chunks != pool.num_chunks(budget, row):
             raise RuntimeError(
@@ -118,17 +169,26 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
         if above_memory:
             _log.once(logging.WARNING, f"vllm-kvfix: {above_memory}")
         used = chunks * row
+        parts = [f"{n} rank(s) x {_human(size * factor)}" for size, n in collections.Counter(rank_bytes).items()]
         text = (
-            f"vllm-kvfix: CPU pool of {chunks:,} chunks, {len(rank_bytes)} rank(s) x "
-            f"{_human(rank_bytes[0] * factor)} each: {_human(used)}, {100 * used / budget:.1f}% of "
+            f"vllm-kvfix: CPU pool of {chunks:,} chunks, {' + '.join(parts)} each: "
+            f"{_human(used)}, {100 * used / budget:.1f}% of "
             f"the {_human(budget)} in cpu_bytes_to_use, up to {_tokens(self, chunks * factor):,} tokens"
         )
+        alone = [pool.num_chunks(budget, self._row((size,) * len(rank_bytes))) for size in rank_bytes]
+        workers = f"worker {stock[1]:,}" if stock else ""
+        if len(set(rank_bytes)) > 1 and (stock is None or (stock[0] == alone[0] and stock[1] in alone)):
+            stock, workers = (alone[0], min(alone)), f"ranks {min(alone):,} to {max(alone):,}"
         if stock is not None and stock != (chunks, chunks):
             text += (
                 f"; stock vLLM {_releases.vllm_version()} would give the scheduler {stock[0]:,} "
-                f"chunks and the worker {stock[1]:,}"
+                f"chunks and the {workers}"
             )
         _log.once(logging.INFO, text)
+
+    def _row(self, rank_bytes: tuple[int, ...]) -> int:
+        """Bytes of one chunk on ranks that keep so many bytes of one GPU block."""
+        return pool.row_bytes(rank_bytes, _releases.blocks_per_chunk(self), _releases.row_alignment(self))
 
     def _say_mla_copies(self, config: Any) -> None:
         """On CUDA, vLLM keeps one copy of MLA KV for all ranks (0.27.0); the CPU platform does not."""
@@ -141,16 +201,26 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
             )
 
     def get_handlers(self, kv_caches: Any, *attn_backends: Any) -> Iterator[Any]:
-        """Worker side, to 0.24.0. Copies are vLLM's own, except on the CPU platform."""
-        if not current_platform.is_cpu() or _ERA == _releases.TAKES_NUM_CPU_BLOCKS:
+        """Worker side, to 0.24.0. Copies are vLLM's own, except on the CPU platform; chunk ids are checked."""
+        if _ERA == _releases.TAKES_NUM_CPU_BLOCKS:
             return iter(super().get_handlers(kv_caches, *attn_backends))
-        return hostcopy.handlers(self._host_copies(kv_caches, *attn_backends))
+        if current_platform.is_cpu():
+            return hostcopy.handlers(self._host_copies(kv_caches, *attn_backends))
+        handlers = super().get_handlers(kv_caches, *attn_backends)
+        return guard.guarded_handlers(handlers, _releases.num_chunks(self), _releases.rank(self))
 
     def get_worker(self, kv_caches: Any) -> Any:
-        """Worker side, from 0.25.0. Copies are vLLM's own, except on the CPU platform."""
-        if not current_platform.is_cpu():
-            return super().get_worker(kv_caches)
-        return hostcopy.worker(self._host_copies(kv_caches))
+        """Worker side, from 0.25.0. Copies are vLLM's own, except on the CPU platform; chunk ids are checked."""
+        if current_platform.is_cpu():
+            return hostcopy.worker(self._host_copies(kv_caches))
+        return guard.guarded_worker(super().get_worker(kv_caches), _releases.num_chunks(self), _releases.rank(self))
+
+    def create_worker(self, kv_caches: Any) -> Any:
+        """Called by vLLM from 0.25.0. In memory that ranks share, each has a slot of its own size."""
+        if self._slot is None:
+            return super().create_worker(kv_caches)
+        with region.slots(sys.modules[_Stock.__module__], self._slot, self.cpu_page_size_per_worker):
+            return super().create_worker(kv_caches)
 
     def _host_copies(self, kv_caches: Any, *attn_backends: Any) -> hostcopy.HostPool:
         if self._host_pool is None:
@@ -158,6 +228,7 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
                 *hostcopy.block_rows(kv_caches, *attn_backends),
                 num_chunks=_releases.num_chunks(self),
                 blocks_per_chunk=_releases.blocks_per_chunk(self),
+                rank=_releases.rank(self),
             )
         return self._host_pool
 
@@ -177,14 +248,16 @@ def _checked_budget(extra_config: Any) -> int:
     return settings.cpu_bytes_to_use(extra_config)
 
 
-def _warn_of_stages(pipeline_parallel_size: int) -> None:
-    if pipeline_parallel_size > 1:
+def _say_ranks_are_unknown(copies: int, stages: int) -> None:
+    if stages > 1:
         _log.once(
             logging.WARNING,
-            f"vllm-kvfix: {pipeline_parallel_size} pipeline stages: where they keep different KV "
-            "bytes a block, the scheduler and the ranks still count different pools, which is not "
-            "repaired here (https://github.com/vllm-project/vllm/issues/50821); keep stages equal",
+            f"vllm-kvfix: {stages} pipeline stages, and EngineCore did not say what KV bytes each keeps: where "
+            "they differ, the scheduler and the ranks count different pools "
+            "(https://github.com/vllm-project/vllm/issues/50821); keep stages equal",
         )
+    elif copies > 1:
+        _log.once(logging.DEBUG, f"vllm-kvfix: taking all {copies} ranks to keep the same KV bytes")
 
 
 def _as_stock_takes_it(config: Any, kv_cache_config: Any) -> Any:

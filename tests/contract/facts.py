@@ -24,6 +24,18 @@ SINGLE_COPY_OF_MLA = VERSION >= (0, 27, 0)
 ROCM_HAS_NO_SHARED_REGION = VERSION >= (0, 31, 0)
 ROW_ALIGNMENT = 4096 if VERSION >= (0, 27, 0) else 1
 MANAGER_ASSERTS_ONE_GROUP = _between((0, 18, 0), (0, 19, 1))
+COPIES_BY_HANDLERS = VERSION < (0, 25, 0)  # one a direction; then by workers, of which OffloadingWorker has one
+SHARED_REGION = VERSION >= (0, 27, 0)
+# https://github.com/vllm-project/vllm/pull/52596
+SHARED_REGION_KEEPS_ITS_NAME = _between((0, 27, 0), (0, 28, 0))
+SHARED_REGION_TRIES_ITS_FIRST_PAGE = VERSION >= (0, 28, 0)
+SHARED_REGION_IS_SEVERAL_FILES = VERSION >= (0, 33, 0)  # and each rank pins its own slots only
+# https://github.com/vllm-project/vllm/pull/52921
+SIMPLE_OFFLOAD_IS_ABSENT = VERSION < (0, 19, 0)
+SIMPLE_OFFLOAD_RANKS_DIFFER = _between((0, 19, 0), (0, 32, 0))
+SIMPLE_OFFLOAD_HAS_DISK = VERSION >= (0, 28, 0)
+# The worker cannot tell layers of different pages apart, unless they are packed.
+SIMPLE_OFFLOAD_ONE_PAGE_SIZE = _between((0, 29, 0), (0, 29, 0))
 # https://github.com/vllm-project/vllm/pull/48317
 CONCURRENCY_IS_WRONG = _between((0, 11, 0), (0, 26, 0))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -19,6 +20,10 @@ from vllm.v1 import kv_cache_interface as kv
 BLOCK_SIZE = 16
 UNIT = 32 * BLOCK_SIZE  # bytes of a page of width 1, of every kind of layer
 WINDOW = 64  # tokens, of sliding windows and attention chunks that are not told otherwise
+
+
+_PLANNING = "vllm.v1.core.kv_cache_planning"  # from 0.33.0
+PLANNER_MODULE = _PLANNING if importlib.util.find_spec(_PLANNING) else "vllm.v1.core.kv_cache_utils"
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,17 @@ def plan(vllm_config: Any, groups: Sequence[Any], num_blocks: int) -> Any:
         args.append({name: spec for one in groups for name, spec in layer_specs(one).items()})
     vllm_config.cache_config.num_gpu_blocks_override = num_blocks
     return get_kv_cache_config_from_groups(*args, 1 << 50)
+
+
+def plan_ranks(vllm_config: Any, ranks: Sequence[dict[str, Layer]], num_blocks: int) -> list[Any]:
+    """The ``KVCacheConfig`` of each rank, planned as EngineCore does it, for the layers that each rank has."""
+    planning = importlib.import_module(PLANNER_MODULE)
+    specs = [{layer: layer_spec(one) for layer, one in rank.items()} for rank in ranks]
+    vllm_config.cache_config.num_gpu_blocks_override = num_blocks
+    args: list[Any] = [vllm_config, specs, [1 << 50] * len(ranks)]
+    if len(inspect.signature(planning.get_kv_cache_configs).parameters) == 4:
+        args.append(planning.get_global_kv_cache_groups(vllm_config, specs))
+    return planning.get_kv_cache_configs(*args)
 
 
 def layer_specs(group: Any) -> dict[str, Any]:
@@ -142,6 +158,7 @@ def vllm_config(
             max_model_len=max_model_len,
             original_max_model_len=max_model_len,
             use_mla=use_mla,
+            supports_kv_cache_grouping=False,
             get_total_num_kv_heads=lambda: 1,
         ),
         parallel_config=SimpleNamespace(
@@ -163,7 +180,9 @@ def vllm_config(
             disable_hybrid_kv_cache_manager=False,
         ),
         kv_transfer_config=SimpleNamespace(
-            kv_connector_extra_config=extra_config if extra_config is not None else {}, engine_id="engine"
+            kv_connector="OffloadingConnector",
+            kv_connector_extra_config=extra_config if extra_config is not None else {},
+            engine_id="engine",
         ),
         attention_config=SimpleNamespace(hisparse_config=None),
         device_config=SimpleNamespace(device_type="cuda"),

@@ -11,8 +11,14 @@ from typing import Any
 
 import pytest
 import vllm
-from facts import CONCURRENCY_IS_WRONG, POOL_SIZE_IS_GIVEN, POOL_SIZE_IS_WRONG
-from geometry import offload_class
+from facts import (
+    CONCURRENCY_IS_WRONG,
+    POOL_SIZE_IS_GIVEN,
+    POOL_SIZE_IS_WRONG,
+    SIMPLE_OFFLOAD_IS_ABSENT,
+    SIMPLE_OFFLOAD_RANKS_DIFFER,
+)
+from geometry import PLANNER_MODULE, offload_class
 from test_concurrency import NAME, T22, configs_of_case, reported
 
 INFO, WARNING = logging.INFO, logging.WARNING
@@ -20,14 +26,25 @@ UTILS = "vllm.v1.core.kv_cache_utils"
 FACTORY = "vllm.v1.kv_offload.factory"
 WORDS = {
     "offload-pool-size": "not applicable" if POOL_SIZE_IS_GIVEN else "applied" if POOL_SIZE_IS_WRONG else "not needed",
+    "simple-offload-ranks": (
+        "not applicable" if SIMPLE_OFFLOAD_IS_ABSENT else "applied" if SIMPLE_OFFLOAD_RANKS_DIFFER else "not needed"
+    ),
     "max-concurrency": "applied" if CONCURRENCY_IS_WRONG else "not needed",
 }
+SIMPLE_OFFLOAD = ("vllm.v1.simple_kv_offload.manager", "vllm.v1.simple_kv_offload.worker")
+
+
+def import_simple_offload() -> None:
+    for module in () if SIMPLE_OFFLOAD_IS_ABSENT else SIMPLE_OFFLOAD:
+        importlib.import_module(module)
 
 
 def import_targets() -> tuple[Any, Any]:
-    """What an engine has imported by the time that it makes its offloading spec."""
+    """What engines have imported by the time that they make their connectors."""
+    import_simple_offload()
     utils, factory = importlib.import_module(UTILS), importlib.import_module(FACTORY)
     offload_class("CPUOffloadingSpec")
+    importlib.import_module(PLANNER_MODULE)
     return utils, factory
 
 
@@ -42,10 +59,19 @@ def state() -> dict[str, Any]:
     utils, factory = import_targets()
     cls = factory.OffloadingSpecFactory
     return {
-        "utils": dict(vars(utils)),
+        "planner": {PLANNER_MODULE: importlib.import_module(PLANNER_MODULE).get_kv_cache_configs},
+        "utils": {name: value for name, value in vars(utils).items() if name != "get_kv_cache_configs"},
         "registry": dict(cls._registry),
         "factory": dict(vars(cls)),
         "spec": dict(vars(offload_class("CPUOffloadingSpec"))),
+        "simple": {
+            f"{cls.__name__}.{name}": value
+            for module in SIMPLE_OFFLOAD
+            if module in sys.modules
+            for cls in vars(sys.modules[module]).values()
+            if isinstance(cls, type) and cls.__module__ == module
+            for name, value in vars(cls).items()
+        },
     }
 
 
@@ -158,24 +184,45 @@ def test_modules_imported_later_are_settled_and_said_at_info(register: Any, log:
     assert len(set(log.ours(INFO))) == len(log.ours(INFO)) <= len(WORDS)
 
 
-@pytest.mark.parametrize("connector", ["OffloadingConnector", None])
-def test_enginecore_says_one_info_line_when_all_that_it_will_use_is_settled(
-    register: Any, log: Any, connector: str | None
-) -> None:
-    importlib.import_module(UTILS)
+def start_engine_core(register: Any, connector: str | None) -> None:
+    """As vLLM calls general plugins in EngineCore."""
     namespace = {"__name__": "vllm.v1.engine.core", "load_general_plugins": register}
     exec("class EngineCore:\n    def __init__(self, vllm_config):\n        load_general_plugins()", namespace)
     transfer = types.SimpleNamespace(kv_connector=connector) if connector else None
     namespace["EngineCore"](types.SimpleNamespace(kv_transfer_config=transfer))
-    if connector:
-        settled_early = words()["offload-pool-size"] != "waiting"  # 0.32.0 imports all that with kv_cache_utils
-        assert len(log.ours(INFO)) == settled_early
-        import_targets()
-        (line,) = log.ours(INFO)
-        assert is_summary(line, WORDS)
+
+
+def test_enginecore_without_a_connector_says_one_info_line_at_once(register: Any, log: Any) -> None:
+    importlib.import_module(UTILS)
+    start_engine_core(register, None)
+    (line,) = log.ours(INFO)
+    assert is_summary(line, {"max-concurrency": WORDS["max-concurrency"]})
+
+
+@pytest.mark.parametrize(
+    ("connector", "fix"),
+    [
+        ("OffloadingConnector", "offload-pool-size"),
+        pytest.param(
+            "SimpleCPUOffloadConnector", "simple-offload-ranks", marks=pytest.mark.only_if(not SIMPLE_OFFLOAD_IS_ABSENT)
+        ),
+    ],
+)
+def test_enginecore_says_one_info_line_when_all_that_it_will_use_is_settled(
+    register: Any, log: Any, connector: str, fix: str
+) -> None:
+    importlib.import_module(UTILS)
+    start_engine_core(register, connector)
+    settled_early = words()[fix] != "waiting"  # 0.32.0 imports all that with kv_cache_utils
+    assert len(log.ours(INFO)) == settled_early
+    if connector == "OffloadingConnector":
+        importlib.import_module(PLANNER_MODULE)
+        importlib.import_module(FACTORY)
+        offload_class("CPUOffloadingSpec")
     else:
-        (line,) = log.ours(INFO)
-        assert is_summary(line, {"max-concurrency": WORDS["max-concurrency"]})
+        import_simple_offload()
+    (line,) = log.ours(INFO)
+    assert is_summary(line, {name: WORDS[name] for name in (fix, "max-concurrency")})
 
 
 HELPERS = ["vllm.v1.worker.worker_base", "vllm.worker.worker_base", "vllm.model_executor.models.registry"]
@@ -206,8 +253,8 @@ def test_the_api_server_says_it_at_info(register: Any, log: Any, caller: str) ->
 @pytest.mark.parametrize(
     ("value", "off"),
     [
-        ("all", {"offload-pool-size", "max-concurrency"}),
-        (" all ", {"offload-pool-size", "max-concurrency"}),
+        ("all", set(WORDS)),
+        (" all ", set(WORDS)),
         (" max-concurrency , offload-pool-size ", {"offload-pool-size", "max-concurrency"}),
         ("max-concurrency", {"max-concurrency"}),
         ("offload-pool-size,", {"offload-pool-size"}),
@@ -227,7 +274,9 @@ def test_kvfix_disable_leaves_those_parts_of_vllm_alone(
     if "max-concurrency" in off:
         assert state()["utils"] == stock["utils"]
     if "offload-pool-size" in off:
-        assert {**state(), "utils": None} == {**stock, "utils": None}
+        assert all(state()[name] == stock[name] for name in ("registry", "factory", "spec"))
+    if off == set(WORDS):
+        assert state() == stock
 
 
 def test_an_unknown_id_in_kvfix_disable_is_named_in_one_warning(
@@ -327,6 +376,7 @@ def test_a_stock_spec_that_lives_elsewhere_is_said_at_once(
     factory = importlib.import_module(FACTORY).OffloadingSpecFactory
     del factory._registry["CPUOffloadingSpec"]
     factory.register_spec("CPUOffloadingSpec", "vllm.v1.kv_offload.elsewhere", "CPUOffloadingSpec")
+    import_simple_offload()
     importlib.import_module(UTILS)
     one_warning_and_word(register, log, "offload-pool-size", "unknown", "vllm.v1.kv_offload.elsewhere")
 
@@ -402,7 +452,11 @@ def test_a_fix_that_raises_inside_leaves_vllm_as_it_was(
     (warning,) = log.ours(WARNING)
     assert fix in warning and "broken" in warning
     if imported == "before":
-        mine = {"utils"} if fix == "max-concurrency" else {"registry", "factory", "spec"}
+        mine = {
+            "max-concurrency": {"utils"},
+            "offload-pool-size": {"registry", "factory", "spec"},
+            "simple-offload-ranks": {"simple"},
+        }[fix]
         assert {name: state()[name] for name in mine} == {name: before[name] for name in mine}
     if fix == "max-concurrency":
         config, worker = configs_of_case(T22)

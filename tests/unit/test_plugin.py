@@ -18,7 +18,7 @@ TARGET = "kvfix_target"
 class Example:
     """A fix of the attribute ``number`` of a module: 1 is the bug, 2 is right."""
 
-    ID, TARGETS = "example", (TARGET,)
+    ID, TARGETS, CONNECTOR = "example", (TARGET,), ""
 
     def settle(self):
         module = sys.modules.get(TARGET)
@@ -110,9 +110,10 @@ def test_an_engine_core_that_will_offload_speaks_when_all_is_settled(monkeypatch
     """Its offloading spec is still to come, and then the one line says how everything stands."""
     (tmp_path / f"{TARGET}.py").write_text("number = 1")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(_log, "_will_offload", False)
+    monkeypatch.setattr(_log, "_connector", "")
     other = type("Other", (Example,), {"ID": "other", "settle": lambda self: Status(NOT_NEEDED, "")})()
-    use(monkeypatch, Example(), other)
+    offloading = type("Offloading", (Example,), {"CONNECTOR": "OffloadingConnector"})()
+    use(monkeypatch, offloading, other)
     connector = SimpleNamespace(kv_connector="OffloadingConnector")
     register_from("vllm.v1.engine.core", "__init__", vllm_config=SimpleNamespace(kv_transfer_config=connector))
     assert [r.levelname for r in log] == ["DEBUG"]

@@ -30,6 +30,24 @@ def test_a_row_holds_the_chunk_of_every_rank_and_less_than_one_alignment_more(
     assert needed <= row < needed + alignment
 
 
+@given(**GEOMETRY)
+def test_every_rank_has_a_slot_of_its_own_in_the_row_and_whole_words_begin_at_a_word(
+    rank_bytes, blocks_per_chunk, alignment, budget
+):
+    sizes = [rank * blocks_per_chunk for rank in rank_bytes]
+    slots = sorted(zip(pool.slots(rank_bytes, blocks_per_chunk), sizes))
+    ends = [offset + size for offset, size in slots]
+    assert [offset for offset, _ in slots] == [0, *ends[:-1]], "side by side, in some order"
+    assert ends[-1] <= pool.row_bytes(rank_bytes, blocks_per_chunk, alignment)
+    assert sorted(size for _, size in slots) == sorted(sizes)
+    assert all(offset % 8 == 0 for offset, size in slots if size % 8 == 0)
+
+
+def test_the_slot_of_each_rank_is_that_of_its_own_bytes():
+    assert pool.slots((64, 192, 32), 2) == (0, 128, 512)
+    assert pool.slots((5, 64, 3, 32), 1) == (96, 0, 101, 64)
+
+
 def test_no_blocks_and_no_bytes_give_no_chunks():
     assert pool.bytes_per_block(0, 0) == pool.bytes_per_block(0, 5) == pool.bytes_per_block(5, 0) == 0
     assert pool.num_chunks(1 << 30, pool.row_bytes((0, 0), 4, 4096)) == 0

@@ -36,6 +36,7 @@ from vllm_kvfix._fix import (
 
 ID = "max-concurrency"
 TARGETS: tuple[str, ...] = (_releases.KV_CACHE_UTILS,)
+CONNECTOR = ""
 
 _NAME = "get_max_concurrency_for_kv_cache_config"
 _PARAMETERS = ("vllm_config", "kv_cache_config")

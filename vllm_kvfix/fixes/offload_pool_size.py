@@ -10,7 +10,8 @@ Upstream: https://github.com/vllm-project/vllm/pull/39617
 Affected: 0.14.0-0.19.1. Before, the operator gives the number; after, it is right for equal ranks.
 Recognised: by the stock class's answers for two layers of one page size, and of two.
 Change: the name ``FixedCPUOffloadingSpec`` is offered to vLLM's spec factory, on every release, for
-operators to choose. Where the bug is, a stock spec whose numbers would differ gets a WARNING.
+operators to choose; EngineCore tells it the bytes of all ranks, which stock never asks for (see
+:mod:`vllm_kvfix._ranks`). Where the bug is, a stock spec whose numbers would differ gets a WARNING.
 ``KVFIX_STOCK_SPEC=1`` makes the stock name give the fixed class, for ``--kv-offloading-size``.
 Goes when: nobody runs 0.19.1 or older any more.
 """
@@ -19,11 +20,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from vllm_kvfix import _imports, _log, _releases, _stock_name, pool
+from vllm_kvfix import _imports, _log, _ranks, _releases, _stamp, _stock_name, pool
 from vllm_kvfix._fix import (
     ABSENT,
     AFFECTED,
@@ -41,10 +42,12 @@ from vllm_kvfix._fix import (
 
 ID = "offload-pool-size"
 TARGETS: tuple[str, ...] = (_releases.KV_CACHE_UTILS, _releases.SPEC_FACTORY, *_releases.STOCK_SPEC_MODULES)
+CONNECTOR = _releases.CONNECTOR
 STOCK_CODE: dict[str, tuple[str, ...]] = {
     f"{_releases.STOCK_SPEC}.__init__": _releases.STOCK_SPEC_MODULES,
     "OffloadingSpecFactory": (_releases.SPEC_FACTORY,),
-    _stock_name.PLANNER: _releases.PLANNER_MODULES,
+    _stamp.PLANNER: _releases.PLANNER_MODULES,
+    _ranks.BUILDER: (_releases.OFFLOADING_CONFIG,),
 }
 SPEC_NAME = "FixedCPUOffloadingSpec"
 
@@ -58,6 +61,8 @@ _UNTIL = "until EngineCore makes an offloading spec"
 
 def settle() -> Status:
     _stock_name.stamp_configs()
+    _ranks.tell(ID)
+    _stamp.on_every_plan(ID, _warn_if_ranks_differ)
     module, stock_spec = _imports.imported(_releases.SPEC_FACTORY), _releases.imported_stock_spec()
     if module is not None:
         _offer_names(module)  # before anybody can ask for them
@@ -72,9 +77,10 @@ def settle() -> Status:
     if module is None or stock_spec is None:
         return Status(WAITING, _UNTIL)
     verdict = recognise(stock_spec)
+    if verdict.word == AFFECTED or (verdict.word == RIGHT and _log.in_helper()):
+        _watch_stock_spec(stock_spec, verdict.word == AFFECTED)
     if verdict.word != AFFECTED:
         return unrepaired(verdict)
-    _watch_stock_spec(stock_spec)
     return Status(APPLIED, f"spec {SPEC_NAME}")
 
 
@@ -89,6 +95,8 @@ def holds() -> bool:
 
 def restore() -> None:
     _stock_name.restore()
+    _stamp.forget(ID)
+    _ranks.forget(ID)
     registry, stock_spec = _registry(), _releases.imported_stock_spec()
     if is_ours(registry.get(SPEC_NAME)):
         del registry[SPEC_NAME]
@@ -119,7 +127,7 @@ def recognise(spec_class: Any) -> Status:
     except (Exception, SystemExit) as error:
         return Status(UNKNOWN, one_line(error))
     if answers == _RIGHT:
-        return Status(RIGHT, f"right since 0.20.0, vLLM #39617; spec {SPEC_NAME} usable")
+        return Status(RIGHT, f"right for equal ranks since 0.20.0, vLLM #39617; spec {SPEC_NAME} for unequal ones")
     if answers == _KNOWN_BUG:
         return Status(AFFECTED, "")
     return Status(UNKNOWN, f"{_releases.STOCK_SPEC} answers {answers}, not {_KNOWN_BUG}, {_RIGHT}")
@@ -192,8 +200,8 @@ def _fixed_loader(stock: Any, fixed: Any) -> Any:
     return loader
 
 
-def _watch_stock_spec(stock: Any) -> None:
-    """Warn when a stock spec is made whose scheduler and worker numbers differ."""
+def _watch_stock_spec(stock: Any, affected: bool) -> None:
+    """Where a stock spec's pool can differ from the scheduler's: warn of it, and refuse it under a fixed scheduler."""
     init = stock.__init__
     if original_of(init) is not None:
         return
@@ -203,12 +211,17 @@ def _watch_stock_spec(stock: Any) -> None:
         return
 
     @in_place_of(init)
-    def init_and_warn(self: Any, vllm_config: Any, kv_cache_config: Any) -> None:
-        init(self, vllm_config, kv_cache_config)
-        if type(self) is stock:
-            _stock_name.refuse_disagreement(kv_cache_config, fixed=False)
+    def init_and_warn(self: Any, config: Any, *kv_cache_config: Any) -> None:
+        init(self, config, *kv_cache_config)
+        if type(self) is not stock:
+            return
+        (stamped,) = kv_cache_config or (config,)
+        ranks = _ranks.of(stamped)
+        if affected or (ranks and ranks.differ):
+            _stock_name.refuse_disagreement(stamped, fixed=False)
+        if affected:
             try:
-                _warn_if_numbers_differ(self, vllm_config, kv_cache_config)
+                _warn_if_numbers_differ(self, config, stamped)
             except Exception:
                 _log.logger.debug("vllm-kvfix: stock spec not judged", exc_info=True)
 
@@ -218,6 +231,33 @@ def _watch_stock_spec(stock: Any) -> None:
 def _say_not_stacked(what: str, taker: Any, effect: str) -> None:
     name = _releases.name_of(taker)
     _log.once(logging.WARNING, f"vllm-kvfix: {what} is {name}, as in no release: {effect}")
+
+
+def _warn_if_ranks_differ(vllm_config: Any, kv_cache_configs: Sequence[Any]) -> None:
+    """In EngineCore, when it has planned: what operators of uneven stages must know."""
+    ranks = _ranks.of(kv_cache_configs[0])
+    if ranks is None or not ranks.differ or not _releases.is_offloading(vllm_config):
+        return
+    stock_chosen = _releases.is_stock_spec_chosen(vllm_config) and not _stock_name.asked()
+    if stock_chosen:
+        _log.once(
+            logging.WARNING,
+            f"vllm-kvfix: ranks keep {min(ranks.bytes)} to {max(ranks.bytes)} KV bytes a block, and "
+            f"{_releases.STOCK_SPEC} takes them to be alike: the scheduler and the ranks count different pools, and "
+            "a store may be out of bounds (https://github.com/vllm-project/vllm/issues/50821). Write "
+            f'"spec_name": "{SPEC_NAME}" in kv_connector_extra_config, or set KVFIX_STOCK_SPEC=1',
+        )
+    nodes = _releases.num_nodes(vllm_config)
+    if nodes == 1 or stock_chosen:
+        return
+    own = len(ranks.bytes) // nodes
+    shares = [100 * sum(ranks.bytes[own * node :][:own]) / sum(ranks.bytes) for node in range(nodes)]
+    _log.once(
+        logging.INFO,
+        f"vllm-kvfix: ranks keep different KV bytes: the {nodes} nodes take "
+        f"{', '.join(f'{share:.0f} %' for share in shares)} of the CPU pool, in their order; where vLLM keeps the pool "
+        "in /dev/shm (from 0.27.0, on CUDA), each node needs room for all of it",
+    )
 
 
 def _warn_if_numbers_differ(spec: Any, config: Any, kv_cache_config: Any) -> None:
