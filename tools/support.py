@@ -31,6 +31,7 @@ LOCK = ROOT / "locks/releases.lock"
 BEGIN, END = "<!-- made by `make matrix`: begin -->\n", "<!-- end -->\n"
 
 CONTRACT, ENGINE = "contract", "engine"
+NEEDS_GPU = {"simple-offload-ranks"}  # no engine on a CPU runs what these fixes repair
 
 Rows = dict[str, dict[str, Any]]  # fix id -> its row, for one release
 
@@ -55,8 +56,8 @@ def record_measured(release: str, measured: Rows) -> None:
 def record_engine(release: str, passed: bool) -> None:
     """Take over whether the engine tests of a release, which is in the table, have passed."""
     with changing() as table:
-        for row in table[release].values():
-            row["proof"] = ENGINE if passed else CONTRACT
+        for fix, row in table[release].items():
+            row["proof"] = ENGINE if passed and fix not in NEEDS_GPU else CONTRACT
 
 
 def difference(release: str, measured: Rows) -> str:
@@ -113,7 +114,7 @@ Measured by `make matrix` and `make engines`, not claimed: written from `vllm_kv
   `absent` has nothing that could have it.
 - **status** is what the fix says of itself on that release, read back.
 - **proof** is what passed with the plugin: `contract`, the tests on the release's Python files; `engine`, real engines
-  on the CPU too, storing and loading, with equal tokens.
+  on the CPU too, storing and loading, with equal tokens. {needs_gpu(fixes)}
 
 {rendered(["vLLM", *(f"`{fix}`: {word}" for fix in fixes for word in ("stock", "status")), "proof"], every(table))}
 ## Code
@@ -171,8 +172,13 @@ def said(rows: Rows, fix: str, word: str) -> str:
 
 
 def proof(rows: Rows) -> str:
-    """What is proven of all fixes of a release."""
-    return ENGINE if {row["proof"] for row in rows.values()} == {ENGINE} else CONTRACT
+    """What is proven of all fixes of a release that engines on a CPU can prove."""
+    return ENGINE if {row["proof"] for fix, row in rows.items() if fix not in NEEDS_GPU} == {ENGINE} else CONTRACT
+
+
+def needs_gpu(fixes: list[str]) -> str:
+    names = ", ".join(f"`{fix}`" for fix in fixes if fix in NEEDS_GPU)
+    return f"For {names}, which engines on the CPU cannot run, it is `contract` on every release." if names else ""
 
 
 def spans(some: list[str], every: list[str]) -> list[str]:

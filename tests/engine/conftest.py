@@ -51,6 +51,11 @@ def two_ranks(runs: Runs, release: str) -> scenarios.Results:
 
 
 @pytest.fixture
+def stages(runs: Runs, release: str) -> scenarios.Results:
+    return runs["stages", release].result()
+
+
+@pytest.fixture
 def disabled(runs: Runs, release: str) -> scenarios.Results:
     return runs["disabled", release].result()
 

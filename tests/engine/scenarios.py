@@ -79,6 +79,17 @@ def two_ranks(release: str, folder: Path, plain: Path, ragged: Path) -> Results:
     return engines.run(release, runs, folder, KVFIX_STOCK_SPEC="1")
 
 
+def stages(release: str, folder: Path, plain: Path, ragged: Path) -> Results:
+    """One layer on the first rank and three on the second."""
+    parallel = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+    runs = [
+        asking(plain, "fixed", FIXED, passes=2, **parallel),
+        # Last: an engine that died may leave something behind.
+        asking(plain, "stock formula", STOCK_FORMULA, passes=2, **parallel),
+    ]
+    return engines.run(release, runs, folder, VLLM_PP_LAYER_PARTITION="1,3")
+
+
 def disabled(release: str, folder: Path, plain: Path, ragged: Path) -> Results:
     """vLLM as it is: also what the server's answers are compared with."""
     crowd = {
@@ -107,4 +118,4 @@ def serving(release: str, folder: Path, plain: Path, ragged: Path) -> server.Vis
     return server.visit(release, ragged, arguments, folder, CROWD, CROWD_TOKENS, rounds=2)
 
 
-LONGEST_FIRST = {run.__name__: run for run in (serving, two_ranks, in_process, disabled)}
+LONGEST_FIRST = {run.__name__: run for run in (serving, two_ranks, stages, in_process, disabled)}

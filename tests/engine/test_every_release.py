@@ -8,10 +8,13 @@ from typing import Any
 import models
 import pytest
 from engines import RELEASES
-from expected import CONCURRENCY_IS_WRONG, POOL_SIZE_IS_WRONG, check_it_dies_as_stock_does
+from expected import CONCURRENCY_IS_WRONG, POOL_SIZE_IS_WRONG, SIMPLE_OFFLOAD_IS_ABSENT, check_it_dies_as_stock_does
 from scenarios import BLOCK_SIZE, BLOCKS, BUDGET, MODEL_LENGTH, PROMPTS, Results
 
 TWO_RANK_RELEASES = ("0.19.1", "0.24.0", "0.32.0")  # one for each torch
+
+# Later ones need more than an engine on the CPU has: its second stage has no buffer without torch.compile.
+STAGED_RELEASES = ("0.19.1", "0.24.0")
 
 CHUNKS = {
     "ragged": BUDGET // models.bytes_per_block(models.RAGGED_KV_HEADS, BLOCK_SIZE),
@@ -84,10 +87,11 @@ def test_plugin_says_what_it_did(in_process: Results, release: str) -> None:
     assert process["vllm"].split("+")[0] == release
     words = {
         "offload-pool-size": "applied" if release in POOL_SIZE_IS_WRONG else "not needed",
+        "simple-offload-ranks": "not applicable" if release in SIMPLE_OFFLOAD_IS_ABSENT else "waiting",
         "max-concurrency": "applied" if release in CONCURRENCY_IS_WRONG else "not needed",
     }
     assert process["statuses"] == words
-    said = [line for run in in_process.values() for line in run["log"].splitlines() if "vllm-kvfix 0." in line]
+    said = [line for run in in_process.values() for line in run["log"].splitlines() if "] vllm-kvfix 0." in line]
     assert all(f"{fix} {word}" in said[-1] for fix, word in words.items())
     assert process["specs"]["FixedCPUOffloadingSpec"] == "vllm_kvfix.spec"
     assert process["specs"]["CPUOffloadingSpec"].startswith("vllm.v1.kv_offload.cpu")
@@ -116,3 +120,26 @@ def test_fixed_spec_on_two_ranks(two_ranks: Results, in_process: Results, name: 
     check_it_lives(run, in_process["ragged, no connector"])
     check_pool(run, BUDGET // (2 * models.bytes_per_block((2, 1, 1, 1), BLOCK_SIZE)), ranks=2)
     assert not re.findall(r"^\(Worker.*vllm-kvfix[: ].*", run["log"], re.MULTILINE)
+
+
+@pytest.mark.parametrize("release", STAGED_RELEASES)
+def test_fixed_spec_on_stages_of_one_and_three_layers(stages: Results, in_process: Results) -> None:
+    run = stages["fixed"]
+    check_it_lives(run, in_process["plain, no connector"])
+    check_pool(run, CHUNKS["plain"], ranks=2)
+    first, second = (rank["pool_bytes"] for rank in run["ranks"])
+    assert second == 3 * first
+
+
+@pytest.mark.parametrize("release", STAGED_RELEASES)
+def test_stock_formula_dies_on_stages_of_one_and_three_layers(stages: Results) -> None:
+    """Rank 0 keeps a quarter of the bytes, and the scheduler counts by it."""
+    run = stages["stock formula"]
+    layer = models.bytes_per_block(models.PLAIN_KV_HEADS, BLOCK_SIZE) // 4
+    scheduler, fewest = (BUDGET // (2 * layers * layer) for layers in (1, 3))
+    assert run["scheduler"] == {"chunks": scheduler}
+    assert [rank["chunks"] for rank in run["ranks"]] == [scheduler, fewest]
+    assert fewest < STORED
+    assert run["error"] is not None
+    assert f"are out of bounds for {fewest} chunks" in run["log"]
+    assert run["stored"] <= fewest
