@@ -13,13 +13,12 @@ ranks are alike, stock's numbers are left alone.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from vllm_kvfix import _imports, _log, _releases, _stamp
-from vllm_kvfix._fix import in_place_of, is_ours, one_line, original_of
+from vllm_kvfix import _bound, _log, _releases, _stamp
+from vllm_kvfix._fix import in_place_of, one_line
 
 _NAME = "the KV bytes of all ranks"
 _BYTES, _RANK = "kvfix_rank_bytes", "kvfix_rank"
@@ -46,7 +45,7 @@ def tell(user: str) -> None:
     """In EngineCore: tell each rank of all; and everywhere: let its spec hear it. ``user`` is a fix id."""
     _users.add(user)
     _stamp.on_every_plan(_NAME, _tell_each)
-    _carry()
+    _bound.replace_in_all(_releases.BUILDER_CALLERS, (_releases.OFFLOADING_CONFIG,), _carry_in)
 
 
 def forget(user: str) -> None:
@@ -55,11 +54,7 @@ def forget(user: str) -> None:
     if _users:
         return
     _stamp.forget(_NAME)
-    _imports.drop(_carry_in)
-    for name in _releases.BUILDER_CALLERS:
-        builder = original_of(getattr(sys.modules.get(name), BUILDER, None))
-        if builder is not None:
-            setattr(sys.modules[name], BUILDER, builder)
+    _bound.put_back(_releases.BUILDER_CALLERS, BUILDER, _carry_in)
 
 
 def _tell_each(vllm_config: Any, kv_cache_configs: Sequence[Any]) -> None:
@@ -78,24 +73,13 @@ def of(config: Any) -> Ranks | None:
     return Ranks(tuple(getattr(config, _BYTES)), int(getattr(config, _RANK)))
 
 
-def _carry() -> None:
-    """From 0.26.0 the spec sees an ``OffloadingConfig`` only: put on it what is stamped on the ``KVCacheConfig``."""
-    for name in _releases.BUILDER_CALLERS:
-        module = _imports.imported(name)
-        if module is not None:
-            _carry_in(module)
-        elif name == _releases.OFFLOADING_CONFIG:  # who imports the function later gets ours
-            _imports.drop(_carry_in)
-            _imports.when_imported(name, _carry_in)
-
-
 def _carry_in(module: ModuleType) -> None:
-    builder = getattr(module, BUILDER, None)
-    if builder is not None and not is_ours(builder):
-        setattr(module, BUILDER, _carrying(builder))
+    _bound.replace(module, BUILDER, _carrying)
 
 
 def _carrying(builder: Any) -> Any:
+    """From 0.26.0 the spec sees an ``OffloadingConfig`` only: put on it what is stamped on the ``KVCacheConfig``."""
+
     @in_place_of(builder)
     def build_and_carry(vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:
         config = builder(vllm_config, kv_cache_config, *args, **kwargs)

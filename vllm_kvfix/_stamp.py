@@ -8,13 +8,12 @@ are plain values, so that a process without this plugin can unpickle them.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from vllm_kvfix import _imports, _log, _releases
-from vllm_kvfix._fix import in_place_of, is_ours, one_line, original_of
+from vllm_kvfix import _bound, _log, _releases
+from vllm_kvfix._fix import in_place_of, one_line
 
 PLANNER = "get_kv_cache_configs"
 PREFIX = "kvfix_"  # of every attribute that is stamped
@@ -28,30 +27,18 @@ _stamps: dict[str, Stamp] = {}
 def on_every_plan(name: str, stamp: Stamp) -> None:
     """Have the planner stamp what it plans, wherever it is called from now on."""
     _stamps[name] = stamp
-    for caller in _releases.PLANNER_CALLERS:
-        if caller in sys.modules:
-            _wrap(sys.modules[caller])
-        elif caller in _releases.PLANNER_MODULES:  # who imports the function later gets ours
-            _imports.drop(_wrap)
-            _imports.when_imported(caller, _wrap)
+    _bound.replace_in_all(_releases.PLANNER_CALLERS, _releases.PLANNER_MODULES, _replace_in)
 
 
 def forget(name: str) -> None:
     """Stop stamping; vLLM's own planner is put back when nothing else is stamped."""
     _stamps.pop(name, None)
-    if _stamps:
-        return
-    _imports.drop(_wrap)
-    for caller in _releases.PLANNER_CALLERS:
-        planner = original_of(getattr(sys.modules.get(caller), PLANNER, None))
-        if planner is not None:
-            setattr(sys.modules[caller], PLANNER, planner)
+    if not _stamps:
+        _bound.put_back(_releases.PLANNER_CALLERS, PLANNER, _replace_in)
 
 
-def _wrap(module: ModuleType) -> None:
-    planner = getattr(module, PLANNER, None)
-    if planner is not None and not is_ours(planner):
-        setattr(module, PLANNER, _stamping(planner))
+def _replace_in(module: ModuleType) -> None:
+    _bound.replace(module, PLANNER, _stamping)
 
 
 def _stamping(planner: Any) -> Any:

@@ -27,7 +27,7 @@ def slots(module: Any, offset: int, size: int) -> Iterator[None]:
 
     Args:
         module: of the installed ``CPUOffloadingSpec``. Without a shared region (to 0.26.0) nothing happens.
-        offset: bytes before this rank's slot in a row: those of all ranks before it.
+        offset: bytes before this rank's slot in a row, as ``pool.slots`` places it.
         size: bytes of one chunk on this rank.
     """
     stock = getattr(module, _NAME, None)

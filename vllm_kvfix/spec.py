@@ -69,10 +69,10 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
                 settings.check_block_size(config.extra_config, group.tokens_per_block)
             super().__init__(config)
             copies = 1 if getattr(self, "replicated_layout", False) else config.parallel.world_size
-            rank_bytes = self._rank_bytes(config, config.worker_kv_bytes_per_block, copies, config.parallel.pp_size)
-            self._refuse_disagreement(config, rank_bytes)
-            if len(set(rank_bytes)) > 1:
-                self._resize(budget, rank_bytes, config.worker_kv_bytes_per_block)
+            own_bytes = config.worker_kv_bytes_per_block
+            rank_bytes = self._rank_bytes(config, own_bytes, copies, config.parallel.pp_size)
+            if self._ranks_differ:
+                self._resize(config, budget, rank_bytes, own_bytes)
             self._check_and_say(budget, rank_bytes)
             self._say_mla_copies(config)
         else:
@@ -95,13 +95,12 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
         own_bytes = _releases.kv_bytes_per_block(kv_cache_config)
         stages = config.parallel_config.pipeline_parallel_size
         rank_bytes = self._rank_bytes(kv_cache_config, own_bytes, world_size, stages)
-        self._refuse_disagreement(kv_cache_config, rank_bytes)
         stock = None
         if _AFFECTED:
             factor = _releases.blocks_per_chunk(self)
             stock = offload_pool_size.stock_numbers(budget, kv_cache_config, world_size, factor)
-        if _AFFECTED or len(set(rank_bytes)) > 1:
-            self._resize(budget, rank_bytes, own_bytes)
+        if _AFFECTED or self._ranks_differ:
+            self._resize(kv_cache_config, budget, rank_bytes, own_bytes)
         self._check_and_say(budget, rank_bytes, stock)
 
     def _rank_bytes(self, config: Any, own: int, copies: int, stages: int) -> tuple[int, ...]:
@@ -114,6 +113,7 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
 
         Raises:
             RuntimeError: this rank keeps something else than EngineCore planned for it.
+            ValueError: each stage has a scheduler of its own.
         """
         ranks = _ranks.of(config)
         if ranks is not None and stages > 1 and len(ranks.bytes) == 1:
@@ -139,13 +139,18 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
         self._slot = pool.slots(ranks.bytes, _releases.blocks_per_chunk(self))[ranks.rank]
         return ranks.bytes
 
-    def _refuse_disagreement(self, stamped: Any, rank_bytes: tuple[int, ...]) -> None:
-        """Where stock counts another pool than we do, and we stand behind its name: go with EngineCore."""
-        if _chosen_by_stock_name(self.extra_config) and (_AFFECTED or len(set(rank_bytes)) > 1):
-            _stock_name.refuse_disagreement(stamped, fixed=True)
+    @property
+    def _ranks_differ(self) -> bool:
+        return self._slot is not None
 
-    def _resize(self, budget: int, rank_bytes: tuple[int, ...], own: int) -> None:
-        """Size the pool for what all ranks keep; all in bytes, of one GPU block."""
+    def _resize(self, stamped: Any, budget: int, rank_bytes: tuple[int, ...], own: int) -> None:
+        """Size the pool for what all ranks keep, otherwise than stock; bytes are those of one GPU block.
+
+        Raises:
+            RuntimeError: we stand behind the stock name here and not in EngineCore.
+        """
+        if _chosen_by_stock_name(self.extra_config):
+            _stock_name.refuse_disagreement(stamped, fixed=True)
         row = self._row(rank_bytes)
         _releases.resize(self, pool.num_chunks(budget, row), row, own * _releases.blocks_per_chunk(self))
 
@@ -175,10 +180,11 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
             f"{_human(used)}, {100 * used / budget:.1f}% of "
             f"the {_human(budget)} in cpu_bytes_to_use, up to {_tokens(self, chunks * factor):,} tokens"
         )
-        alone = [pool.num_chunks(budget, self._row((size,) * len(rank_bytes))) for size in rank_bytes]
         workers = f"worker {stock[1]:,}" if stock else ""
-        if len(set(rank_bytes)) > 1 and (stock is None or (stock[0] == alone[0] and stock[1] in alone)):
-            stock, workers = (alone[0], min(alone)), f"ranks {min(alone):,} to {max(alone):,}"
+        if self._ranks_differ:
+            alone = [pool.num_chunks(budget, self._row((size,) * len(rank_bytes))) for size in rank_bytes]
+            if stock is None or (stock[0] == alone[0] and stock[1] in alone):
+                stock, workers = (alone[0], min(alone)), f"ranks {min(alone):,} to {max(alone):,}"
         if stock is not None and stock != (chunks, chunks):
             text += (
                 f"; stock vLLM {_releases.vllm_version()} would give the scheduler {stock[0]:,} "
@@ -217,7 +223,7 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
 
     def create_worker(self, kv_caches: Any) -> Any:
         """Called by vLLM from 0.25.0. In memory that ranks share, each has a slot of its own size."""
-        if self._slot is None:
+        if self._slot is None:  # ranks are alike
             return super().create_worker(kv_caches)
         with region.slots(sys.modules[_Stock.__module__], self._slot, self.cpu_page_size_per_worker):
             return super().create_worker(kv_caches)

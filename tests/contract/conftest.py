@@ -187,3 +187,16 @@ def register(log: Log) -> Any:
     from vllm_kvfix import plugin
 
     return plugin.register
+
+
+@pytest.fixture
+def enter(register: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Goes on as another process, by its module, in which KVFIX_STOCK_SPEC is set or is not."""
+    from vllm_kvfix import plugin
+
+    def register_there(process: str, switched_on: bool) -> None:
+        plugin.restore()
+        monkeypatch.setenv("KVFIX_STOCK_SPEC", "1" if switched_on else "0")
+        exec("register()", {"__name__": process, "register": register})
+
+    return register_there

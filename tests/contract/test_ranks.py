@@ -234,16 +234,9 @@ def test_a_rank_that_keeps_something_else_refuses(register: Any, wrong: str) -> 
 @pytest.mark.parametrize("in_engine_core", [True, False])
 @pytest.mark.parametrize("in_worker", [True, False])
 def test_a_worker_goes_with_enginecore_or_does_not_start(
-    register: Any, monkeypatch: pytest.MonkeyPatch, stages: list[Stage], in_engine_core: bool, in_worker: bool
+    enter: Any, stages: list[Stage], in_engine_core: bool, in_worker: bool
 ) -> None:
     """Ranks that differ: a fixed scheduler over a stock worker would hand out chunks that the worker does not have."""
-    from vllm_kvfix import plugin
-
-    def enter(process: str, switched_on: bool) -> None:
-        plugin.restore()
-        monkeypatch.setenv("KVFIX_STOCK_SPEC", "1" if switched_on else "0")
-        exec("register()", {"__name__": process, "register": register})
-
     enter("vllm.v1.engine.core", in_engine_core)
     engine = Engine(stages, 50_000_000)
     scheduler = chunks(engine.scheduler())

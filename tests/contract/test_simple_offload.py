@@ -28,12 +28,13 @@ from facts import (
 )
 from geometry import Layer, allocated_bytes, plan, plan_ranks, schedulers_form, vllm_config
 from test_ranks import NARROW, STAGES, WIDE, Stage, ranks_of
+from test_register import INFO, SIMPLE_OFFLOAD, WARNING, words
 
 FIX = "simple-offload-ranks"
 CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector"
-MANAGER, WORKER = "vllm.v1.simple_kv_offload.manager", "vllm.v1.simple_kv_offload.worker"
+MANAGER, WORKER = SIMPLE_OFFLOAD
 NUM_BLOCKS = 70
-INFO, WARNING, ERROR = 20, 30, 40
+ERROR = 40
 
 with_connector = pytest.mark.only_if(not SIMPLE_OFFLOAD_IS_ABSENT)
 wrong = pytest.mark.only_if(SIMPLE_OFFLOAD_RANKS_DIFFER)
@@ -226,9 +227,7 @@ def stored_and_read_back(worker: Any, ids: list[int]) -> bool:
 
 
 def word() -> str:
-    from vllm_kvfix import plugin
-
-    return plugin.statuses()[FIX].word
+    return words()[FIX]
 
 
 def check_one_pool(engine: Engine, budget: int) -> None:

@@ -135,18 +135,11 @@ def test_kvfix_disable_wins_over_kvfix_stock_spec(
 @pytest.mark.parametrize("in_worker", [True, False])
 @pytest.mark.parametrize("imported", ["before", "after"])
 def test_a_worker_goes_with_enginecore_or_does_not_start(
-    register: Any, monkeypatch: pytest.MonkeyPatch, in_engine_core: bool, in_worker: bool, imported: str
+    enter: Any, in_engine_core: bool, in_worker: bool, imported: str
 ) -> None:
     """A fixed scheduler over a stock worker would hand out chunks that the worker does not have."""
-    from vllm_kvfix import plugin
-
     layers = group([Layer(width=4), Layer(width=2), Layer(width=1)])
     config = vllm_config({"cpu_bytes_to_use": 1 << 20})
-
-    def enter(process: str, switched_on: bool) -> None:
-        plugin.restore()
-        monkeypatch.setenv("KVFIX_STOCK_SPEC", "1" if switched_on else "0")
-        exec("register()", {"__name__": process, "register": register})
 
     if imported == "before":
         importlib.import_module("vllm.v1.core.kv_cache_utils")

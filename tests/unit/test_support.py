@@ -84,13 +84,10 @@ def test_the_documents_follow_the_table():
     table = copy.deepcopy(TABLE)
     first = next(iter(table))
     table[first]["max-concurrency"] |= {"status": "not needed", "fingerprints": {"a.b:c": "0123456789abcdef"}}
-    assert f"| {first} | absent | not applicable | absent | not applicable | affected | not needed |" in support.page(
-        table
-    )
-    assert f"| `a.b:c` | `0123456789abcdef` | {first} |" in support.page(table)
-    assert f"| {first} | not applicable | not applicable | not needed |" in support.with_short_table(
-        support.README.read_text(), table
-    )
+    page, readme = support.page(table), support.with_short_table(support.README.read_text(), table)
+    assert f"| {first} | absent | not applicable | absent | not applicable | affected | not needed |" in page
+    assert f"| `a.b:c` | `0123456789abcdef` | {first} |" in page
+    assert f"| {first} | not applicable | not applicable | not needed |" in readme
 
 
 def test_releases_are_joined_only_where_none_between_them_is_left_out():

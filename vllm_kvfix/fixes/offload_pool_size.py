@@ -193,7 +193,7 @@ def _fixed_loader(stock: Any, fixed: Any) -> Any:
             if verdict.word != UNKNOWN:
                 return fixed()
         except Exception as error:
-            verdict = Status(UNKNOWN, f"{type(error).__name__}: {error}")
+            verdict = Status(UNKNOWN, one_line(error))
         _log.once(logging.WARNING, f"vllm-kvfix: KVFIX_STOCK_SPEC does nothing: {verdict}")
         return spec_class
 

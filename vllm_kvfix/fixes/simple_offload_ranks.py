@@ -37,6 +37,7 @@ from vllm_kvfix._fix import (
     Status,
     in_place_of,
     is_ours,
+    one_line,
     original_of,
     unrepaired,
 )
@@ -105,8 +106,8 @@ def recognise(scheduler_class: Any, worker_class: Any) -> Status:
                 return Status(RIGHT, "right since 0.33.0: as many blocks as the rank with the fewest")
             return Status(UNKNOWN, f"the ranks agree on 7 blocks, and the scheduler has {told}")
         answers = _answers(scheduler_class, worker_class, of_stock=True)
-    except Exception as error:
-        return Status(UNKNOWN, f"{type(error).__name__}: {error}")
+    except (Exception, SystemExit) as error:
+        return Status(UNKNOWN, one_line(error))
     if answers != _KNOWN_BUG:
         return Status(UNKNOWN, f"{CONNECTOR} answers {answers}, not {_KNOWN_BUG}")
     return Status(AFFECTED, "")
@@ -153,8 +154,9 @@ def _mark(vllm_config: Any, kv_cache_configs: Sequence[Any]) -> None:
 
     Where it does not, no worker must.
     """
+    on_one_node = _releases.is_on_one_node(vllm_config)
     for config in kv_cache_configs:
-        setattr(config, _STAMP, _releases.is_on_one_node(vllm_config))
+        setattr(config, _STAMP, on_one_node)
 
 
 class _Pool(NamedTuple):
