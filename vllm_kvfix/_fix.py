@@ -35,6 +35,10 @@ class Fix(Protocol):
     """One module of ``vllm_kvfix.fixes``. It may raise: the plugin undoes and reports it."""
 
     ID: str
+    TITLE: str
+    """What it repairs, for who has one line to read."""
+    UPSTREAM: str
+    """Where vLLM's developers fixed or discuss it."""
     TARGETS: tuple[str, ...]
     """Names of the vLLM modules it needs. It imports none of them, but waits until vLLM does."""
     CONNECTOR: str

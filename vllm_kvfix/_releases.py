@@ -32,6 +32,7 @@ STOCK_SPEC_MODULES = (
 )
 
 WORKER_PROCESS = "VllmWorker"  # its name begins with this
+ENGINE_PROCESS = "EngineCore"  # its name; with _DP and its number if there are several, and always to 0.17.1
 
 _OFFLOAD_MODULES = (
     "vllm.v1.kv_offload.base",  # from 0.21.0; from 0.25.0 also what worker.worker had
@@ -142,6 +143,55 @@ def is_on_one_node(vllm_config: Any) -> bool:
     """Whether all ranks of an engine take memory of one node; with Ray or an executor of others' it is not known."""
     backend = getattr(vllm_config.parallel_config, "distributed_executor_backend", None)
     return num_nodes(vllm_config) == 1 and backend in (None, "mp", "uni")
+
+
+def ranks_of_node(spec: Any) -> range:
+    """The ranks of an engine that are on the node of a spec's worker; as many on each, in their order."""
+    config = getattr(spec, "vllm_config", None)  # to 0.25.1
+    if config is None:  # then a worker only sees it while it is being set up, which is when it makes its pool
+        config = importlib.import_module("vllm.config").get_current_vllm_config_or_none()
+    own = rank(spec)
+    world = int(config.parallel_config.world_size if config is not None else spec.config.parallel.world_size)
+    nodes = 1 if config is None else num_nodes(config)
+    if config is not None and config.parallel_config.distributed_executor_backend == "ray":
+        nodes = _nodes_with_ray(config)
+    each = max(1, -(-world // nodes))
+    first = own // each * each
+    return range(first, max(own + 1, min(first + each, world)))
+
+
+def _nodes_with_ray(vllm_config: Any) -> int:
+    """Nodes that Ray put the ranks of this worker's engine on; with data parallelism nobody counts them."""
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        return 1
+    try:
+        return int(importlib.import_module("vllm.distributed.parallel_state").get_node_count())
+    except AssertionError:  # torch.distributed is not set up
+        return 1
+
+
+def shared_region(spec: Any) -> ModuleType | None:
+    """The module of the region in which a spec keeps its pool; None where each rank keeps its own (to 0.26.0)."""
+    uses = getattr(spec, "_uses_shared_region", None)
+    region = getattr(sys.modules.get(stock_spec_class().__module__), "SharedOffloadRegion", None)
+    if uses is None or region is None or not uses():
+        return None
+    return sys.modules.get(region.__module__)
+
+
+def region_file(spec: Any) -> str:
+    """Where that region is, 0.27.0-0.32.0."""
+    return f"/dev/shm/vllm_offload_{spec.config.engine_id}.mmap"
+
+
+def region_checks_its_space(region: ModuleType) -> bool:
+    """Whether it says clearly that /dev/shm is too small, from 0.28.0."""
+    return hasattr(region, "check_shm_free_space")
+
+
+def region_runs_on_old_kernels(region: ModuleType) -> bool:
+    """Whether it does without MADV_POPULATE_WRITE where it has to, from 0.28.0."""
+    return hasattr(region, "_get_populate_write_fn")
 
 
 def spec_era(spec_class: Any) -> str | None:

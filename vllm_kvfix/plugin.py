@@ -14,7 +14,7 @@ import sys
 import threading
 from types import ModuleType
 
-from vllm_kvfix import __version__, _imports, _log, _releases
+from vllm_kvfix import __version__, _imports, _log, _releases, metrics
 from vllm_kvfix._fix import APPLIED, DISABLED, FAILED, UNKNOWN, WAITING, Fix, Status, disabled_words, one_line
 from vllm_kvfix.fixes import max_concurrency, offload_pool_size, simple_offload_ranks
 
@@ -59,6 +59,8 @@ def _register() -> None:
     connector = _log.connector()
     early = len(waiting) == len(FIXES) or (connector and connector in [fix.CONNECTOR for fix in waiting])
     _say_summary(loud=not early)
+    if not _log.in_helper():
+        metrics.serve(statuses)
 
 
 def restore() -> None:
@@ -67,6 +69,7 @@ def restore() -> None:
     with _lock:
         _imports.forget()
         _log.forget()
+        metrics.forget()
         for fix in FIXES:
             trouble = _undo(fix)
             if trouble:
@@ -133,6 +136,7 @@ def _say_summary(loud: bool) -> None:
     level = logging.INFO if loud else logging.DEBUG
     fixes = ", ".join(f"{id_} {status}" for id_, status in _statuses.items())
     _log.once(level, f"vllm-kvfix {__version__} on vLLM {_releases.vllm_version()}: {fixes}")
+    metrics.tell(fixes={id_: status.word for id_, status in _statuses.items()})
 
 
 def _disabled_ids() -> set[str]:

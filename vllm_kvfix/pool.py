@@ -53,6 +53,15 @@ def num_chunks(budget: int, row: int) -> int:
     return budget // row if row > 0 else 0
 
 
+def tokens(blocks: int, tokens_per_block: tuple[int, ...]) -> int:
+    """Tokens in ``blocks`` blocks at the most; each KV cache group of a hybrid model takes blocks of its own.
+
+    Args:
+        tokens_per_block: of each KV cache group; none without KV.
+    """
+    return blocks // len(tokens_per_block) * min(tokens_per_block) if tokens_per_block else 0
+
+
 def stock_num_chunks(budget: int, page_bytes: int, num_tensors: int, world_size: int, blocks_per_chunk: int) -> int:
     """What vLLM 0.14.0-0.19.1 computes, for comparison only.
 

@@ -7,7 +7,6 @@ Imports nothing of vLLM.
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 _WHERE = "in kv_connector_extra_config"
@@ -65,16 +64,9 @@ def below_one_row(budget: int, row: int, ranks: int) -> str:
     )
 
 
-def above_memory(budget: int) -> str | None:
-    """Message when ``budget`` (bytes) is above this machine's memory, or None."""
-    try:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return None
-    if budget <= memory:
-        return None
-    return (
-        f"cpu_bytes_to_use={budget} {_WHERE} is above this machine's memory ({memory} bytes); "
-        f'unless the ranks are spread over several machines, write at most "cpu_bytes_to_use": '
-        f"{memory // 2}"
-    )
+def human(size: int) -> str:
+    """``size`` bytes in the largest unit that leaves at least one."""
+    for unit, exponent in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 1 << exponent:
+            return f"{size / (1 << exponent):.2f} {unit}"
+    return f"{size} bytes"

@@ -21,7 +21,20 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
-from vllm_kvfix import _log, _ranks, _releases, _stock_name, guard, hostcopy, pool, region, settings
+from vllm_kvfix import (
+    _log,
+    _pool_command,
+    _ranks,
+    _releases,
+    _stock_name,
+    guard,
+    hostcopy,
+    metrics,
+    pool,
+    preflight,
+    region,
+    settings,
+)
 from vllm_kvfix._fix import AFFECTED, disabled_words
 from vllm_kvfix.fixes import offload_pool_size
 
@@ -170,15 +183,17 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
             if not _chosen_by_stock_name(self.extra_config):
                 raise ValueError(message)
             _log.once(logging.WARNING, f"vllm-kvfix: nothing will be offloaded: {message}")
-        above_memory = settings.above_memory(budget)
-        if above_memory:
-            _log.once(logging.WARNING, f"vllm-kvfix: {above_memory}")
-        used = chunks * row
-        parts = [f"{n} rank(s) x {_human(size * factor)}" for size, n in collections.Counter(rank_bytes).items()]
+        slots = tuple(size * factor for size in rank_bytes)
+        self._pool = preflight.Pool(budget, chunks, row, slots, preflight.memory())
+        used, tokens_per_block = chunks * row, _releases.tokens_per_block(self)
+        tokens = pool.tokens(chunks * factor, tokens_per_block)
+        parts = [
+            f"{n} rank(s) x {settings.human(size * factor)}" for size, n in collections.Counter(rank_bytes).items()
+        ]
         text = (
             f"vllm-kvfix: CPU pool of {chunks:,} chunks, {' + '.join(parts)} each: "
-            f"{_human(used)}, {100 * used / budget:.1f}% of "
-            f"the {_human(budget)} in cpu_bytes_to_use, up to {_tokens(self, chunks * factor):,} tokens"
+            f"{settings.human(used)}, {100 * used / budget:.1f}% of "
+            f"the {settings.human(budget)} in cpu_bytes_to_use, up to {tokens:,} tokens"
         )
         workers = f"worker {stock[1]:,}" if stock else ""
         if self._ranks_differ:
@@ -190,7 +205,9 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
                 f"; stock vLLM {_releases.vllm_version()} would give the scheduler {stock[0]:,} "
                 f"chunks and the {workers}"
             )
-        _log.once(logging.INFO, text)
+        again = _pool_command.arguments(rank_bytes, budget, factor, tokens_per_block, _releases.row_alignment(self))
+        _log.once(logging.INFO, f"{text}; counted by: {again}")
+        metrics.tell(pool={"chunks": chunks, "bytes": used, "budget_bytes": budget, "ranks": len(rank_bytes)})
 
     def _row(self, rank_bytes: tuple[int, ...]) -> int:
         """Bytes of one chunk on ranks that keep so many bytes of one GPU block."""
@@ -210,6 +227,7 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
         """Worker side, to 0.24.0. Copies are vLLM's own, except on the CPU platform; chunk ids are checked."""
         if _ERA == _releases.TAKES_NUM_CPU_BLOCKS:
             return iter(super().get_handlers(kv_caches, *attn_backends))
+        self._preflight()
         if current_platform.is_cpu():
             return hostcopy.handlers(self._host_copies(kv_caches, *attn_backends))
         handlers = super().get_handlers(kv_caches, *attn_backends)
@@ -217,9 +235,13 @@ class FixedCPUOffloadingSpec(_Stock):  # type: ignore[misc,valid-type]  # what i
 
     def get_worker(self, kv_caches: Any) -> Any:
         """Worker side, from 0.25.0. Copies are vLLM's own, except on the CPU platform; chunk ids are checked."""
+        self._preflight()
         if current_platform.is_cpu():
             return hostcopy.worker(self._host_copies(kv_caches))
         return guard.guarded_worker(super().get_worker(kv_caches), _releases.num_chunks(self), _releases.rank(self))
+
+    def _preflight(self) -> None:
+        preflight.check(self, self._pool, stop=not _chosen_by_stock_name(self.extra_config))
 
     def create_worker(self, kv_caches: Any) -> Any:
         """Called by vLLM from 0.25.0. In memory that ranks share, each has a slot of its own size."""
@@ -289,17 +311,3 @@ def _tokens_of_all_ranks(config: Any, kv_cache_config: Any) -> int:
     parallel = config.parallel_config
     ranks = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
     return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size * ranks)
-
-
-def _tokens(spec: Any, blocks: int) -> int:
-    """Tokens in ``blocks`` blocks; each KV cache group of a hybrid model takes blocks of its own."""
-    sizes = _releases.tokens_per_block(spec)
-    return blocks // len(sizes) * min(sizes) if sizes else 0
-
-
-def _human(size: int) -> str:
-    """``size`` bytes in the largest unit that leaves at least one."""
-    for unit, exponent in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if size >= 1 << exponent:
-            return f"{size / (1 << exponent):.2f} {unit}"
-    return f"{size} bytes"

@@ -67,18 +67,6 @@ def test_a_budget_in_any_form_that_stock_accepts_is_accepted(register: Any, valu
     )
 
 
-def test_a_budget_above_the_machines_memory_is_one_warning(register: Any, log: Any) -> None:
-    register()
-    spec_for(cpu_bytes_to_use=1 << 30)
-    assert not log.ours(30)
-    spec = spec_for(cpu_bytes_to_use=1 << 60)
-    spec_for(cpu_bytes_to_use=1 << 60)
-    assert chunks(spec) == (1 << 60) // ROW
-    (warning,) = log.ours(30)
-    assert f"cpu_bytes_to_use={1 << 60}" in warning
-    assert is_a_right_example(warning, "cpu_bytes_to_use")
-
-
 @pytest.mark.one_process
 @pytest.mark.only_if(VERSION < (0, 26, 0))
 @pytest.mark.parametrize("value", [24, 8, 1, -16, 0, "abc", 17.5], ids=repr)

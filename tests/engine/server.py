@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -34,6 +35,8 @@ class Visit:
     seconds_to_stop: float = 0
     processes: int = 0  # while it served
     processes_left: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)  # beside vLLM's sockets, while it served
+    files_left: list[str] = field(default_factory=list)
     shared_memory_left: set[str] = field(default_factory=set)
     log: str = ""
 
@@ -55,13 +58,17 @@ def visit(
     folder.mkdir(parents=True)
     seen = Visit()
     shared_memory = set(os.listdir("/dev/shm"))
-    with serving(release, model, arguments, folder) as (process, url):
+    with (
+        tempfile.TemporaryDirectory() as sockets,  # short: a socket's path has 107 characters at most
+        serving(release, model, arguments, folder, VLLM_RPC_BASE_PATH=sockets) as (process, url),
+    ):
         with ThreadPoolExecutor(len(prompts)) as clients:
             for _ in range(rounds):
                 seen.answers.append(list(clients.map(lambda prompt: complete(url, prompt, max_tokens), prompts)))
         seen.chat = chat(url, "w3 w4 w5")
         seen.metrics = read_metrics(url)
         seen.processes = len(session(process.pid))
+        seen.files = files(sockets)
         begin = time.monotonic()
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -71,6 +78,7 @@ def visit(
         while (left := session(process.pid)) and time.monotonic() < deadline:
             time.sleep(0.1)
         seen.processes_left = left
+        seen.files_left = files(sockets)
     new = set(os.listdir("/dev/shm")) - shared_memory
     seen.shared_memory_left = {name for name in new if not in_use(f"/dev/shm/{name}")}
     seen.log = (folder / "log").read_text(errors="replace")
@@ -79,7 +87,7 @@ def visit(
 
 @contextlib.contextmanager
 def serving(
-    release: str, model: Path, arguments: list[str], folder: Path
+    release: str, model: Path, arguments: list[str], folder: Path, **environ: str
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The server's process and its address, once it is healthy."""
     with socket.socket() as free:
@@ -90,7 +98,7 @@ def serving(
     url = f"http://127.0.0.1:{port}"
     with (
         (folder / "log").open("w") as log,
-        engines.started(command, engines.environment(folder), log, subprocess.STDOUT) as process,
+        engines.started(command, engines.environment(folder, **environ), log, subprocess.STDOUT) as process,
     ):
         deadline = time.monotonic() + START_TIMEOUT
         while not healthy(url):
@@ -129,6 +137,10 @@ def read_metrics(url: str) -> dict[str, float]:
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
         lines = response.read().decode().splitlines()
     return {key: float(value) for key, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))}
+
+
+def files(folder: str) -> list[str]:
+    return [path.relative_to(folder).as_posix() for path in Path(folder).rglob("*") if path.is_file()]
 
 
 def session(leader: int) -> list[str]:

@@ -35,6 +35,8 @@ from vllm_kvfix._fix import (
 )
 
 ID = "max-concurrency"
+TITLE = "reported capacity: the number of requests that the KV cache holds"
+UPSTREAM = "https://github.com/vllm-project/vllm/pull/48317"
 TARGETS: tuple[str, ...] = (_releases.KV_CACHE_UTILS,)
 CONNECTOR = ""
 

@@ -41,6 +41,8 @@ from vllm_kvfix._fix import (
 )
 
 ID = "offload-pool-size"
+TITLE = "CPU offload pool: one number of chunks for scheduler and workers, within the budget"
+UPSTREAM = "https://github.com/vllm-project/vllm/pull/39617"
 TARGETS: tuple[str, ...] = (_releases.KV_CACHE_UTILS, _releases.SPEC_FACTORY, *_releases.STOCK_SPEC_MODULES)
 CONNECTOR = _releases.CONNECTOR
 STOCK_CODE: dict[str, tuple[str, ...]] = {

@@ -43,6 +43,8 @@ from vllm_kvfix._fix import (
 )
 
 ID = "simple-offload-ranks"
+TITLE = "SimpleCPUOffloadConnector: one CPU pool for ranks that keep different KV bytes"
+UPSTREAM = "https://github.com/vllm-project/vllm/pull/52921"
 CONNECTOR = "SimpleCPUOffloadConnector"
 _PACKAGE = "vllm.v1.simple_kv_offload"
 _MANAGER, _WORKER = f"{_PACKAGE}.manager", f"{_PACKAGE}.worker"
