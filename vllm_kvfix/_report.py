@@ -212,7 +212,7 @@ def _secrets(plugins: set[str]) -> list[tuple[str, str]]:
         elif (_TELLING.search(name) or name.startswith("KVFIX_")) and not os.path.exists(value):
             found[value.strip()] = "<secret>"
     for text, by in list(found.items()):  # as messages may quote it
-        found.update(dict.fromkeys((repr(text)[1:-1], repr(text.lower())[1:-1], " ".join(text.split())), by))
+        found.update(dict.fromkeys((repr(text)[1:-1], " ".join(text.split())), by))
     return sorted(((text, by) for text, by in found.items() if len(text) > 3), key=lambda one: -len(one[0]))
 
 

@@ -142,12 +142,12 @@ def _find_vllm(seen: dict[str, Any]) -> None:
 
 
 def _commit(vllm: Any, version: Any, distribution: Any) -> str | None:
-    """The commit that it was built of, if it tells: releases from an index do not."""
+    """The commit that it was built of, if it tells: few releases do."""
     own = sys.modules.get("vllm._version")
     for place, name in ((own, "commit_id"), (own, "__commit_id__"), (vllm, "__commit__")):
         told = getattr(place, name, None)
-        if isinstance(told, str) and told != "COMMIT_HASH_PLACEHOLDER":
-            return told
+        if isinstance(told, str) and re.fullmatch("g?[0-9a-f]{7,40}", told):  # "g" for git
+            return told.lstrip("g")
     built = re.search(r"\+(?:.*\.)?g([0-9a-f]{7,40})\b", str(version))  # 0.19.2.dev3+g0123abcd
     if built:
         return built[1]

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import vllm_kvfix
@@ -389,12 +389,17 @@ def spread(words):
     return one
 
 
+OURS = posted(spread("")).lower()  # words of ours are no secrets
+
+
 @SOME
 @given(secret=WORD, name=st.sampled_from(VARIABLES))
 def test_no_secret_of_the_environment_is_posted(secret, name):
+    parts = [part.strip() for part in secret.split(",")]
+    assume(not any(part[:8].lower() in OURS for part in parts))
+    assume(not os.path.exists(secret))  # the place of a secret is none
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(name, secret)
-        parts = [part.strip() for part in secret.split(",")]
         shown = posted(spread(secret))
         cut = posted(spread(secret[: max(8, len(secret) - 5)]))
     for part in parts:
