@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TextIO
 
 from vllm_kvfix import _fix, pool
 from vllm_kvfix.fixes import offload_pool_size
@@ -27,14 +27,19 @@ LINK_LAYERS, LINK_RANKS = offload_pool_size.UPSTREAM, "https://github.com/vllm-p
 # What stock does, by its version, because there is no code here to ask. tests/contract asks the code of every release.
 _SUMS_OWN_LAYERS = (0, 17, 0)  # before, a rank's page is summed over the layers of all pipeline stages
 _SHARES_REGION = (0, 27, 0)  # on CUDA, ranks keep the pool in one region, in rows of whole pages
-_PAGE = 4096
+_PAGES = (4096, 16384, 65536)  # bytes of such a page; most machines have the first
 
 _UNITS = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS.update({"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40})
 _MOST = 1 << 16  # ranks, or layers: more is a slip of the pen, and would take long
 
-_LOGGED_POOL = re.compile(r"vllm-kvfix: CPU pool of ([0-9,]+) chunks.*?\bvllm-kvfix pool((?: --[a-z-]+ [0-9a-z,]+)+)")
+# Without a further pool in between: else a long line that has many takes time by the square of its length.
+_LOGGED_POOL = re.compile(
+    r"vllm-kvfix: CPU pool of ([0-9]{1,3}(?:,[0-9]{3}){0,6}) chunks(?:(?!CPU pool of).)*?"
+    r"\bvllm-kvfix pool((?: --[a-z-]+ [0-9a-z,]+)+)"
+)
 _LOGGED_RELEASE = re.compile(r"vllm-kvfix [^ ]+ on vLLM ([^ :]+):")
+_LONGEST_LINE = 1 << 20  # characters; ours are far shorter
 
 _SAY_SIZE = "write for example 34359738368, 32GiB or 32GB"
 _SAY_SIZES = "write for example 65536,196608 or 64KiBx4 (four times 64 KiB)"
@@ -92,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--row-alignment",
         type=_count,
         metavar="BYTES",
-        help=f"what a chunk's bytes are rounded up to (default: {_PAGE} from vLLM 0.27.0, else 1)",
+        help=f"what a chunk's bytes are rounded up to (default: {_PAGES[0]} from vLLM 0.27.0, else 1)",
     )
     parser.add_argument("--from-log", metavar="FILE", help="take all this from a server's log; - reads standard input")
     parser.add_argument("--json", action="store_true", help="print one JSON object (docs/pool.md)")
@@ -174,9 +179,8 @@ def _counted(question: Question) -> tuple[int, list[int]]:
     sizes, factor, budget = question.rank_bytes, question.blocks_per_chunk, question.budget
     world = len(sizes)
     if question.stages is None or not _layers_differ(question):  # a page times its tensors is what the rank keeps
-        alone = [
-            pool.num_chunks(budget, pool.row_bytes((size,) * world, factor, question.row_alignment)) for size in sizes
-        ]
+        rows = [pool.row_bytes((size * world,), factor, question.row_alignment) for size in sizes]  # all ranks alike
+        alone = [pool.num_chunks(budget, row) for row in rows]
         return alone[0], alone
     whole = None if _version(question.release or "") >= _SUMS_OWN_LAYERS else sum(map(sum, question.stages))
     of_stage = [
@@ -199,7 +203,7 @@ def _question(options: argparse.Namespace) -> Question:
     Raises:
         ValueError: something is missing, or the log cannot be read.
     """
-    chunks, logged = _logged(options.from_log) if options.from_log else (None, argparse.Namespace())
+    chunks, logged = _logged(options.from_log) if options.from_log is not None else (None, argparse.Namespace())
     given = argparse.Namespace(**{**vars(logged), **{k: v for k, v in vars(options).items() if v is not None}})
     if options.layers is not None or options.bytes_per_block is not None:
         given.layers, given.bytes_per_block = options.layers, options.bytes_per_block
@@ -220,23 +224,43 @@ def _question(options: argparse.Namespace) -> Question:
     if ranks * len(each) > _MOST:
         raise ValueError(f"--ranks {ranks} makes {ranks * len(each)} ranks: write fewer, {_MOST} at the most")
     release = of("release")
-    shares = release is not None and _version(release) >= _SHARES_REGION
     return Question(
         rank_bytes=tuple(_each(each, ranks)),
         stages=stages,
         budget=of("budget"),
         blocks_per_chunk=of("blocks_per_chunk", 1),
         tokens_per_block=of("tokens_per_block", (16,)),
-        row_alignment=of("row_alignment", _PAGE if shares else 1),
+        row_alignment=_row_alignment(of("row_alignment"), release),
         release=release,
         logged_chunks=chunks,
     )
+
+
+def _row_alignment(asked: int | None, release: str | None) -> int:
+    """What rows are rounded up to. With a release, what it rounds to: stock does so too, and cannot be told."""
+    possible = _PAGES if release is not None and _version(release) >= _SHARES_REGION else (1,)
+    if release is not None and asked not in (None, *possible):
+        raise ValueError(
+            f"--row-alignment {asked} is not what vLLM {release} rounds to: leave it out, or write "
+            f"{' or '.join(map(str, possible))}"
+        )
+    return asked or possible[0]
 
 
 # ---- what a server logged ----
 
 
 class _LoggedArguments(argparse.ArgumentParser):
+    """Reads what :func:`arguments` writes, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        self.add_argument("--bytes-per-block", type=_sizes, required=True)
+        self.add_argument("--budget", type=_budget, required=True)
+        self.add_argument("--blocks-per-chunk", type=_count, required=True)
+        self.add_argument("--tokens-per-block", type=_counts)  # a model without KV has none
+        self.add_argument("--row-alignment", type=_count, required=True)
+
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
@@ -246,8 +270,8 @@ def _logged(name: str) -> tuple[int, argparse.Namespace]:
     found: re.Match[str] | None = None
     release: re.Match[str] | None = None
     try:
-        with open(0 if name == "-" else name, encoding="utf-8", errors="replace", closefd=name != "-") as lines:
-            for line in lines:
+        with open(0 if name == "-" else name, encoding="utf-8", errors="replace", closefd=name != "-") as file:
+            for line in _lines_of(file):
                 found = _LOGGED_POOL.search(line) or found
                 release = _LOGGED_RELEASE.search(line) or release
     except OSError as error:
@@ -257,15 +281,23 @@ def _logged(name: str) -> tuple[int, argparse.Namespace]:
             f"--from-log {name!r} has no line with 'vllm-kvfix: CPU pool of ... vllm-kvfix pool --bytes-per-block': "
             f"give the log of a server that offloads with {offload_pool_size.SPEC_NAME}, from its start"
         )
-    parser = _LoggedArguments(add_help=False)
-    add_arguments(parser)
     try:
-        options = parser.parse_args(found[2].split())
+        options = _LoggedArguments().parse_args(found[2].split())
         if release is not None and _plain(release[1]) in _known():  # others are left to the operator
             options.release = _plain(release[1])
     except ValueError as error:
         raise ValueError(f"--from-log {name!r}, in {found[2].strip()!r}: {error}") from None
     return int(found[1].replace(",", "")), options
+
+
+def _lines_of(file: TextIO) -> Iterator[str]:
+    """The lines of a log, without those too long to be ours: a piece of one may end within a number."""
+    begins = True
+    while piece := file.readline(_LONGEST_LINE):
+        ends = piece.endswith("\n") or len(piece) < _LONGEST_LINE  # the last line of a log may have no end
+        if begins and ends:
+            yield piece
+        begins = ends
 
 
 # ---- releases ----

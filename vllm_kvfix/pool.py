@@ -43,9 +43,11 @@ def slots(rank_bytes: tuple[int, ...], blocks_per_chunk: int) -> tuple[int, ...]
         blocks_per_chunk: GPU blocks in one chunk.
     """
     sizes = [size * blocks_per_chunk for size in rank_bytes]
-    order = sorted(range(len(sizes)), key=lambda rank: sizes[rank] % 8 != 0)
-    offsets = {rank: sum(sizes[before] for before in order[:place]) for place, rank in enumerate(order)}
-    return tuple(offsets[rank] for rank in range(len(sizes)))
+    offsets, end = [0] * len(sizes), 0
+    for rank in sorted(range(len(sizes)), key=lambda rank: sizes[rank] % 8 != 0):
+        offsets[rank] = end
+        end += sizes[rank]
+    return tuple(offsets)
 
 
 def num_chunks(budget: int, row: int) -> int:

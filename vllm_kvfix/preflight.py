@@ -1,9 +1,9 @@
 """Whether the host has what the CPU pool is about to take: said before memory is taken, with the cure.
 
-Symptom: the kernel kills the engine minutes after it started (or Kubernetes says OOMKilled); or, from 0.27.0 on CUDA,
-``OSError: [Errno 14] Bad address`` where /dev/shm is too small (https://github.com/vllm-project/vllm/issues/46949, from
-0.28.0 with a clear message of vLLM's own), and ``[Errno 22] Invalid argument`` on Linux before 5.14
-(https://github.com/vllm-project/vllm/issues/44888, from 0.28.0 without it).
+Symptom: the kernel kills the engine minutes after it started (or Kubernetes says OOMKilled), or slows it to a crawl
+(memory.high of a cgroup); or, from 0.27.0 on CUDA, ``OSError: [Errno 14] Bad address`` where /dev/shm is too small
+(https://github.com/vllm-project/vllm/issues/46949, from 0.28.0 with a clear message of vLLM's own), and ``[Errno 22]
+Invalid argument`` on Linux before 5.14 (https://github.com/vllm-project/vllm/issues/44888, from 0.28.0 without it).
 Cure: what may go wrong is one WARNING a node, from its first rank; what is certain to fail is an error on every rank.
 The free memory is that of the moment when the spec was made, because then no rank has taken its part. A file that
 cannot be read says nothing, and neither do we.
@@ -30,14 +30,21 @@ from vllm_kvfix import _log, _releases
 from vllm_kvfix.settings import human
 
 _SHM = "/dev/shm"
+_KILLS = "the kernel may kill the engine"
+_LIMIT = (", or raise the limit: docker run --memory, in Kubernetes resources.limits.memory", _KILLS)
+_HIGH = (
+    ", or raise the limit: MemoryHigh in systemd, resources.limits.memory in Kubernetes (MemoryQoS)",
+    "the kernel will slow the engine to a crawl",
+)
 
 
 class Memory(NamedTuple):
-    """Bytes that can still be taken, and what says so."""
+    """Bytes that can still be taken, what says so, how to raise them, and what becomes of who takes more."""
 
     free: int
     why: str
     cure: str = ""
+    harm: str = _KILLS
 
 
 class Pool(NamedTuple):
@@ -105,7 +112,7 @@ def too_little_memory(pool: Pool, needed: int, ranks: range) -> str | None:
     return (
         f"cpu_bytes_to_use={pool.budget} in kv_connector_extra_config: {len(ranks)} rank(s) on this machine take "
         f"{human(needed)} of host memory for it, and {human(pool.memory.free)} are left ({pool.memory.why}): "
-        f"the kernel may kill the engine. For this, {cure}{pool.memory.cure}"
+        f"{pool.memory.harm}. For this, {cure}{pool.memory.cure}"
     )
 
 
@@ -162,9 +169,9 @@ def _cgroups(root: Path) -> Iterator[Memory]:
         for depth in range(len(parts), -1, -1):
             inside = PurePosixPath(*parts[:depth])
             if not controllers and rest:
-                names = ("memory.max", "memory.current", "")
-                yield from _cgroup(root, root / "sys/fs/cgroup" / inside, *names)
-                yield from _cgroup(root, root / "sys/fs/cgroup/unified" / inside, *names)
+                for mount in ("sys/fs/cgroup", "sys/fs/cgroup/unified"):
+                    yield from _cgroup(root, root / mount / inside, "memory.max", "memory.current", "")
+                    yield from _cgroup(root, root / mount / inside, "memory.high", "memory.current", "")
             elif "memory" in controllers.split(","):
                 names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
                 yield from _cgroup(root, root / "sys/fs/cgroup/memory" / inside, *names)
@@ -181,7 +188,7 @@ def _cgroup(root: Path, folder: Path, limit_file: str, usage_file: str, prefix: 
     yield Memory(
         max(0, limit - used),
         f"of {human(limit)}, says /{(folder / limit_file).relative_to(root)}, {human(used)} are in use",
-        ", or raise the limit: docker run --memory, in Kubernetes resources.limits.memory",
+        *(_HIGH if limit_file == "memory.high" else _LIMIT),
     )
 
 

@@ -69,4 +69,4 @@ def human(size: int) -> str:
     for unit, exponent in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size >= 1 << exponent:
             return f"{size / (1 << exponent):.2f} {unit}"
-    return f"{size} bytes"
+    return f"{size} byte{'' if size == 1 else 's'}"

@@ -6,6 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -54,10 +55,10 @@ def refusal(capsys, *arguments: str) -> str:
 def filled(budget: int, sizes: list[int], alignment: int) -> tuple[int, list[int]]:
     """Chunks of which one after the other is put into ``budget``, and what each rank then holds."""
     chunks, held, used = 0, [0] * len(sizes), 0
+    row = sum(sizes)
+    while row % alignment:
+        row += 1
     while True:
-        row = sum(sizes)
-        while row % alignment:
-            row += 1
         if used + row > budget:
             return chunks, held
         chunks, used = chunks + 1, used + row
@@ -96,9 +97,10 @@ def test_the_pool_is_what_fits_when_chunks_are_put_in_one_by_one(sizes, ranks, f
 
 @given(**SMALL, release=st.sampled_from(["0.14.0", "0.19.1", "0.20.0", "0.26.0", "0.33.0"]))
 def test_stock_counts_each_rank_as_if_all_were_like_it(sizes, ranks, factor, alignment, budget, tokens, release):
+    alignment, budget = (4096, budget * alignment * 8) if release == "0.33.0" else (1, budget)
     result = count(
         *("--bytes-per-block", ",".join(map(str, sizes)), "--ranks", str(ranks), "--budget", str(budget)),
-        *("--blocks-per-chunk", str(factor), "--row-alignment", str(alignment), "--release", release),
+        *("--blocks-per-chunk", str(factor), "--release", release),
     )
     world = len(sizes) * ranks
     alone = [filled(budget, [size * factor] * world, alignment)[0] for size in sizes for _ in range(ranks)]
@@ -159,6 +161,20 @@ def test_rows_are_whole_pages_in_a_region_that_ranks_share(release, alignment, c
     assert (result["row_alignment"], result["chunks"]) == (alignment, chunks)
     assert result["stock"]["shared_region"] == result["stock"]["writes_into_others"] == (alignment == 4096)
     assert [rank["slot"] for rank in result["ranks"]] == [240, 0, 200]
+
+
+@pytest.mark.parametrize("page", [4096, 16384, 65536])
+def test_stock_rounds_to_the_memory_page_of_the_machine_too(page):
+    given = ["--bytes-per-block", "100,200", "--budget", "1MiB", "--release", "0.27.0"]
+    result = count(*given, "--row-alignment", str(page))
+    assert (result["row_alignment"], result["chunks"]) == (page, (1 << 20) // page)
+    assert (result["stock"]["scheduler"], result["stock"]["ranks"]) == (result["chunks"], [result["chunks"]] * 2)
+
+
+@pytest.mark.parametrize("more", [[], ["--release", "0.27.0"]], ids=["ours", "and stock"])
+def test_as_many_ranks_as_may_be_written_are_soon_counted(more):
+    command = [sys.executable, "-m", "vllm_kvfix", "pool", "--bytes-per-block", "1x65536", "--budget", "1TB", *more]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT, timeout=10)
 
 
 def test_a_hybrid_model_takes_blocks_for_each_group():
@@ -224,6 +240,21 @@ BAD = {
     "both": (["--layers", "1", "--bytes-per-block", "1"], "--bytes-per-block: not allowed with", "--layers"),
     "a release to come": (["--release", "9.9.9"], "argument --release: vLLM '9.9.9' was not measured", "0.19.1"),
     "no release": (["--release", "latest"], "argument --release: vLLM 'latest'", "0.33.0"),
+    "an alignment of our own": (
+        ["--bytes-per-block", "1", "--budget", "1TB", "--row-alignment", "3", "--release", "0.27.0"],
+        "--row-alignment 3 is not what vLLM 0.27.0 rounds to",
+        "leave it out, or write 4096 or 16384 or 65536",
+    ),
+    "pages before there were": (
+        ["--bytes-per-block", "1", "--budget", "1TB", "--row-alignment", "4096", "--release", "0.26.0"],
+        "--row-alignment 4096 is not what vLLM 0.26.0 rounds to",
+        "leave it out, or write 1",
+    ),
+    "no log": (
+        ["--bytes-per-block", "1", "--budget", "1", "--from-log", ""],
+        "--from-log '' cannot be read",
+        "write the",
+    ),
     "no such file": (["--from-log", "/nowhere/log"], "--from-log '/nowhere/log' cannot be read", "No such file"),
     "a folder": (["--from-log", "/"], "--from-log '/' cannot be read", "write the name of a log"),
 }
@@ -321,12 +352,61 @@ def test_standard_input_of_any_encoding(tmp_path):
         ("vllm-kvfix: CPU pool of 37 chunks a rank, as num_cpu_blocks says", "has no line with"),
         ("Capturing CUDA graphs", "has no line with"),
         (pool_line("1").replace("65536", "a"), "argument --bytes-per-block: 'a' is no number"),
-        (pool_line("1").replace("--budget", "--help"), "unrecognized arguments: --help"),
+        (pool_line("1").replace("--budget", "--help"), "required: --budget"),
+        (pool_line("1").replace("--budget", "--b"), "required: --budget"),
+        (pool_line("1") + " --help 1", "unrecognized arguments: --help 1"),
+        (pool_line("1") + " --from-log foo", "unrecognized arguments: --from-log foo"),
+        (pool_line("1") + " --release latest", "unrecognized arguments: --release latest"),
+        (pool_line("1").replace("--blocks-per-chunk", "--json --blocks-per-chunk"), "required: --blocks-per-chunk"),
+        (pool_line("1").replace("8000000", "8GB"), "required: --blocks-per-chunk"),
+        *((pool_line(no_number), "has no line with") for no_number in [",,,", ",1", "1,", "1,,2", "1,23", "1" * 5000]),
     ],
 )
 def test_a_log_without_a_pool_or_with_a_broken_one(tmp_path, capsys, line, words):
     message = refusal(capsys, "--from-log", log_of(tmp_path, line))
     assert f"--from-log {str(tmp_path / 'log')!r}" in message and words in message
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+@pytest.mark.parametrize("longer", range(-2, 3))
+def test_a_line_too_long_to_be_ours_is_left_out_whole(tmp_path, monkeypatch, longer, end):
+    """Its last number would else be cut, or its beginning be read as another line's."""
+    monkeypatch.setattr(_pool_command, "_LONGEST_LINE", len(pool_line("30", row_alignment=4096) + end) - longer)
+    path = tmp_path / "log"
+    path.write_text(f"{pool_line('7')}\n{pool_line('30', row_alignment=4096)}{end}")
+    result = count("--from-log", str(path))
+    found = (result["logged_chunks"], result["row_alignment"])
+    assert found == ((7, 1) if longer > 0 or (longer, end) == (0, "") else (30, 4096))
+
+
+@given(before=st.integers(0, 2000), after=st.integers(0, 2000))
+def test_what_is_on_a_long_line_is_no_pool_wherever_it_is(tmp_path_factory, before, after):
+    path = tmp_path_factory.mktemp("log") / "log"
+    line = f"{'x' * before} {pool_line('30')} {'x' * after}"
+    path.write_text(f"{pool_line('7')}\n{line}\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_pool_command, "_LONGEST_LINE", 1000)
+        assert count("--from-log", str(path))["logged_chunks"] == (30 if len(line) < 1000 else 7)
+
+
+def test_a_line_without_end_takes_no_memory(tmp_path):
+    path = tmp_path / "log"
+    with path.open("wb") as file:
+        file.truncate(64 << 20)
+        file.seek(0, 2)
+        file.write(f"\n{pool_line('30')}".encode())
+    tracemalloc.start()
+    try:
+        assert count("--from-log", str(path))["logged_chunks"] == 30
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_line_of_many_pools_is_soon_read(tmp_path):
+    log = log_of(tmp_path, "vllm-kvfix: CPU pool of 1 chunks " * 30000, pool_line("30"))
+    command = [sys.executable, "-m", "vllm_kvfix", "pool", "--from-log", log]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT, timeout=10)
 
 
 # ---- how it is said ----

@@ -40,9 +40,20 @@ class Host:
     def inside(self, *lines: str) -> None:
         self.write("proc/self/cgroup", "".join(f"{line}\n" for line in lines))
 
-    def v2(self, path: str, limit: Any, used: int, *, inactive: int = 0, active: int = 0, mount: str = "") -> None:
+    def v2(
+        self,
+        path: str,
+        limit: Any,
+        used: int,
+        *,
+        inactive: int = 0,
+        active: int = 0,
+        mount: str = "",
+        high: Any = "max",
+    ) -> None:
         folder = f"sys/fs/cgroup{mount}{path}"
         self.write(f"{folder}/memory.max", f"{limit}\n")
+        self.write(f"{folder}/memory.high", f"{high}\n")
         self.write(f"{folder}/memory.current", f"{used}\n")
         stat = f"anon {used}\nfile 0\nactive_anon 7\ninactive_file {inactive}\nactive_file {active}\nunevictable 0\n"
         self.write(f"{folder}/memory.stat", stat)
@@ -94,6 +105,43 @@ def test_a_limit_of_an_ancestor_binds_too(host: Host, level: str) -> None:
     host.v2("/kubepods/pod1/container", "max", 10 * GIB)
     host.v2(level, 32 * GIB, 12 * GIB)
     assert host.free() == 20 * GIB
+
+
+@pytest.mark.parametrize("mount", ["", "/unified"])
+@pytest.mark.parametrize("level", ["/pod/container", "/pod", ""])
+def test_what_slows_an_engine_down_binds_too(host: Host, level: str, mount: str) -> None:
+    """systemd's MemoryHigh, and Kubernetes with MemoryQoS."""
+    host.meminfo(available=200 * GIB)
+    host.inside("0::/pod/container")
+    host.v2("/pod/container", 64 * GIB, 10 * GIB, mount=mount)
+    host.v2(level, 64 * GIB, 10 * GIB, high=16 * GIB, mount=mount)
+    found = preflight.memory(host.root)
+    assert found is not None and found.free == 6 * GIB
+    assert f"of 16.00 GiB, says /sys/fs/cgroup{mount}{level}/memory.high" in found.why
+
+
+@pytest.mark.parametrize(
+    ("limit", "high", "harm", "cure"),
+    [
+        (
+            64 * GIB,
+            16 * GIB,
+            "memory.high, 0 bytes are in use): the kernel will slow the engine to a crawl",
+            "MemoryHigh",
+        ),
+        (16 * GIB, 64 * GIB, "memory.max, 0 bytes are in use): the kernel may kill the engine", "docker run --memory"),
+        ("max", "max", "MemAvailable in /proc/meminfo): the kernel may kill the engine", ""),
+    ],
+)
+def test_the_file_that_binds_and_what_comes_of_it_are_said(
+    host: Host, limit: Any, high: Any, harm: str, cure: str
+) -> None:
+    host.meminfo(available=31 * GIB)
+    host.inside("0::/")
+    host.v2("", limit, 0, high=high)
+    message = preflight.too_little_memory(pool()._replace(memory=preflight.memory(host.root)), 32 * GIB, range(2))
+    assert message is not None and harm in message and cure in message
+    assert ("crawl" in message) != ("kill" in message)
 
 
 def test_the_tightest_of_all_limits_binds(host: Host) -> None:
@@ -182,7 +230,7 @@ garbage = st.one_of(
 )
 
 
-@given(meminfo=garbage, lines=st.lists(garbage, max_size=4), values=st.lists(garbage, min_size=6, max_size=6))
+@given(meminfo=garbage, lines=st.lists(garbage, max_size=4), values=st.lists(garbage, min_size=7, max_size=7))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 def test_whatever_is_in_the_files_is_never_an_error(
     host: Host, meminfo: str, lines: list[str], values: list[str]
@@ -192,9 +240,9 @@ def test_whatever_is_in_the_files_is_never_an_error(
 
     write("proc/meminfo", f"MemAvailable: {meminfo}\n{meminfo}")
     write("proc/self/cgroup", "\n".join([*lines, "0::/", f"1:memory:{lines[0] if lines else ''}", *lines]))
-    for name, value in zip(("max", "current", "stat"), values):
+    for name, value in zip(("max", "current", "stat", "high"), values):
         write(f"sys/fs/cgroup/memory.{name}", value)
-    for name, value in zip(("limit_in_bytes", "usage_in_bytes", "stat"), values[3:]):
+    for name, value in zip(("limit_in_bytes", "usage_in_bytes", "stat"), values[4:]):
         write(f"sys/fs/cgroup/memory/memory.{name}", value)
     free = host.free()
     assert free is None or free >= 0

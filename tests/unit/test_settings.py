@@ -54,7 +54,14 @@ def test_the_least_budget_that_is_advised_is_enough():
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.00 KiB"), (3 << 19, "1.50 MiB"), (5 << 40, "5120.00 GiB")],
+    [
+        (0, "0 bytes"),
+        (1, "1 byte"),
+        (1023, "1023 bytes"),
+        (1024, "1.00 KiB"),
+        (3 << 19, "1.50 MiB"),
+        (5 << 40, "5120.00 GiB"),
+    ],
 )
 def test_bytes_are_told_in_the_largest_unit_that_leaves_one(size, text):
     assert settings.human(size) == text
