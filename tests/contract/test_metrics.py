@@ -17,6 +17,8 @@ import pytest
 import vllm
 import yaml
 from facts import POOL_SIZE_IS_GIVEN
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from geometry import Layer, chunks, create_spec, group, plan, vllm_config
 from test_register import WORDS, import_targets
 
@@ -49,8 +51,6 @@ def restored() -> Iterator[None]:
 
 def make_app() -> Any:
     """An app that has vLLM's ``/metrics``."""
-    from fastapi import FastAPI
-
     app = FastAPI()
     try:
         metrics = importlib.import_module("vllm.entrypoints.serve.instrumentator.metrics")  # from 0.13.0
@@ -62,8 +62,6 @@ def make_app() -> Any:
 
 
 def scrape(app: Any, accept: str = "text/plain") -> str:
-    from fastapi.testclient import TestClient
-
     response = TestClient(app).get("/metrics", headers={"Accept": accept})
     assert response.status_code == 200
     return response.text
@@ -202,7 +200,7 @@ def test_restore_leaves_prometheus_client_as_it_was(register: Any, servers: str)
     import prometheus_client
     from prometheus_client import multiprocess
 
-    from vllm_kvfix import metrics, plugin
+    from vllm_kvfix import plugin
 
     init, environ = multiprocess.MultiProcessCollector.__init__, dict(os.environ)
     collectors = set(prometheus_client.REGISTRY._collector_to_names)
@@ -211,7 +209,7 @@ def test_restore_leaves_prometheus_client_as_it_was(register: Any, servers: str)
         register()
         in_process("EngineCore", lambda: tell(pool=POOL))
         assert ours(scrape(app)) == expected(WAITING, _0=POOL)
-        folder = metrics._folder(os.environ["_KVFIX_SERVER"])
+        folder = os.environ["_KVFIX_FOLDER"]
         assert os.stat(folder).st_mode & 0o777 == 0o700
         plugin.restore()
         assert ours(scrape(app)) == []

@@ -1,5 +1,7 @@
 """What engines say reaches their server, and nobody else. No prometheus_client here: see tests/contract for that."""
 
+import contextlib
+import fcntl
 import json
 import multiprocessing
 import os
@@ -21,7 +23,7 @@ OWN = {"one": Status(WAITING, "until vLLM imports it"), "two": Status(NOT_NEEDED
 def place(monkeypatch, tmp_path):
     """Where vLLM has its sockets."""
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path))
-    monkeypatch.delenv("_KVFIX_SERVER", raising=False)
+    monkeypatch.delenv("_KVFIX_FOLDER", raising=False)
     metrics.forget()
     yield tmp_path
     metrics.forget()
@@ -30,7 +32,8 @@ def place(monkeypatch, tmp_path):
 @pytest.fixture
 def folder(place):
     metrics.serve(lambda: OWN)
-    return place / f"vllm-kvfix-{os.environ['_KVFIX_SERVER']}"
+    assert os.path.dirname(os.environ["_KVFIX_FOLDER"]) == str(place)
+    return Path(os.environ["_KVFIX_FOLDER"])
 
 
 def in_process(name, work, *arguments):
@@ -39,6 +42,7 @@ def in_process(name, work, *arguments):
     process = FORK.Process(target=lambda: there.send(work(*arguments)), name=name)
     process.start()
     process.join(30)
+    process.kill()
     assert process.exitcode == 0
     return here.recv()
 
@@ -131,6 +135,8 @@ def test_whatever_else_is_in_the_folder_is_ignored(folder):
         f"{pid}-5.json": '{"pool": 7}',
         f"{pid}-6.json": "[" * 100_000,
         f"{pid}-7.json": '{"pool": {"chunks": 1e999}}',
+        f"{pid}-8.json": json.dumps({"pool": {"chunks": 10**400}}),  # no number for prometheus_client
+        f"{pid}-10.json": json.dumps({"pool": POOL, "more": "." * 100_000}),  # it may have no end
         f"{pid}-8.json.new": json.dumps({"pool": POOL}),
         f"{pid}.json": json.dumps({"pool": POOL}),
         f"{pid + 1}-9.json": json.dumps({"pool": POOL}),  # of another server
@@ -138,7 +144,25 @@ def test_whatever_else_is_in_the_folder_is_ignored(folder):
     for name, text in rubbish.items():
         (folder / name).write_text(text)
     (folder / f"{pid}-11.json").mkdir()
+    os.mkfifo(folder / f"{pid}-12.json")
+    there = os.listdir("/dev/fd")
+    assert in_process("ApiServer_0", metrics._engines) == [metrics.Engine(1, {}, POOL)]
     assert metrics._engines() == [metrics.Engine(1, {}, POOL)]
+    assert os.listdir("/dev/fd") == there
+
+
+def test_a_pipe_that_somebody_has_open_is_not_waited_for(folder):
+    say("EngineCore_DP1", pool=POOL)
+    pipe = folder / f"{os.getpid()}-2.json"
+    os.mkfifo(pipe)
+    with open(pipe, "r+b", buffering=0):
+        assert in_process("ApiServer_0", metrics._engines) == [metrics.Engine(1, {}, POOL)]
+
+
+def test_words_can_be_written_whatever_they_are(folder):
+    say("EngineCore", fixes={"one": "\ud800"})
+    ((_, labels, _),) = told(metrics._engines())
+    assert labels == ("one", "?")
 
 
 def test_servers_of_one_parent_share_its_engines_and_not_each_others(folder):
@@ -155,7 +179,7 @@ def test_servers_of_one_parent_share_its_engines_and_not_each_others(folder):
 
 def test_a_place_that_cannot_be_written_is_no_harm(place, monkeypatch):
     metrics.serve(lambda: OWN)
-    (place / f"vllm-kvfix-{os.environ['_KVFIX_SERVER']}").write_text("a file")
+    Path(os.environ["_KVFIX_FOLDER"]).write_text("a file")
 
     def engine():
         said = []
@@ -168,16 +192,155 @@ def test_a_place_that_cannot_be_written_is_no_harm(place, monkeypatch):
     assert metrics._engines() == []
 
 
+def place_of_new_folder():
+    return os.path.dirname(metrics._new_folder())
+
+
 @pytest.mark.parametrize("unusable", ["", "/nowhere"])
 def test_without_a_place_of_vllms_it_is_the_one_for_temporary_files(monkeypatch, tmp_path, unusable):
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", unusable)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    assert metrics._folder("abc") == f"{tmp_path}/vllm-kvfix-abc"
+    assert place_of_new_folder() == str(tmp_path)
     monkeypatch.setenv("TMPDIR", unusable)
-    assert metrics._folder("abc") == "/tmp/vllm-kvfix-abc"
+    assert place_of_new_folder() == "/tmp"
     monkeypatch.delenv("TMPDIR")
     monkeypatch.delenv("VLLM_RPC_BASE_PATH")
-    assert metrics._folder("abc") == "/tmp/vllm-kvfix-abc"
+    assert place_of_new_folder() == "/tmp"
+
+
+@pytest.mark.parametrize("variable", ["VLLM_RPC_BASE_PATH", "TMPDIR"])
+def test_a_relative_place_is_the_same_wherever_a_process_goes(monkeypatch, tmp_path, variable):
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH")
+    monkeypatch.setenv(variable, "there")
+    monkeypatch.chdir(tmp_path)
+    there, elsewhere = Path("there").absolute(), Path("elsewhere").absolute()
+    there.mkdir()
+    elsewhere.mkdir()
+    metrics.serve(lambda: OWN)
+    monkeypatch.chdir(elsewhere)
+    say("EngineCore", pool=POOL)
+    assert [folder.parent for folder in tmp_path.glob("*/vllm-kvfix-*")] == [there]
+    assert metrics._engines() == [metrics.Engine(0, {}, POOL)]
+    metrics.forget()
+    assert list(tmp_path.glob("*/*")) == []
+
+
+def test_where_no_place_can_be_told_nothing_is_said(monkeypatch, tmp_path):
+    """The current folder is gone."""
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", ".")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    metrics.serve(lambda: OWN)
+    say("EngineCore", pool=POOL)
+    assert metrics._engines() == []
+
+
+# ---- what a killed server leaves ----
+
+
+@pytest.fixture
+def other(place):
+    """The folder of another server."""
+    return place / "vllm-kvfix-0123456789abcdef"
+
+
+@contextlib.contextmanager
+def engine(folder, name="EngineCore"):
+    """An engine that has said something in this folder, until it is killed."""
+    here, there = FORK.Pipe()
+
+    def live():
+        os.environ["_KVFIX_FOLDER"] = str(folder)
+        metrics.tell(fixes={"one": APPLIED})
+        metrics.tell(pool=POOL)
+        there.send("said")
+        there.recv()
+
+    process = FORK.Process(target=live, name=name)
+    process.start()
+    assert here.recv() == "said"
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_what_a_killed_server_left_goes_when_the_next_engine_starts(folder, other):
+    with engine(other, "EngineCore_DP0"), engine(other, "EngineCore_DP1"):
+        pass
+    assert other.exists()
+    say("VllmWorker-0", pool=POOL)
+    assert other.exists()
+    say("EngineCore", pool=POOL)
+    assert not other.exists()
+    assert metrics._engines() == [metrics.Engine(0, {}, POOL)]
+
+
+def test_what_is_of_a_server_that_lives_stays(folder, other):
+    with engine(other, "EngineCore_DP1"):
+        with engine(other, "EngineCore_DP0"):
+            pass
+        say("EngineCore", pool=POOL)
+        assert len(list(other.iterdir())) == 2
+
+
+def test_a_worker_that_was_forked_off_and_lives_holds_it_too(folder, other):
+    """It is ended later than the engine; nobody removes a folder of which something runs."""
+    here, there = os.pipe()
+
+    def fork():
+        os.environ["_KVFIX_FOLDER"] = str(other)
+        metrics.tell(pool=POOL)
+        if os.fork() == 0:
+            os.close(there)
+            os.read(here, 1)
+            os._exit(0)
+
+    process = FORK.Process(target=fork, name="EngineCore")
+    process.start()
+    process.join()
+    say("EngineCore", pool=POOL)
+    assert other.exists()
+    os.close(here)
+    os.close(there)
+
+
+@pytest.mark.parametrize("name", ["vllm-kvfix-demo-0123456789abcdef", "vllm-kvfix-0123456789abcdef0", "vllm"])
+def test_what_has_another_name_stays(folder, place, name):
+    with engine(place / name):
+        pass
+    say("EngineCore", pool=POOL)
+    assert (place / name).exists()
+
+
+def test_what_no_engine_has_written_or_another_user_has_stays(folder, place, other, monkeypatch):
+    other.mkdir()
+    (other / "0-0.txt").write_text("{}")
+    (place / f"vllm-kvfix-{1:016x}").write_text("a file")
+    with engine(place / "elsewhere"):
+        pass
+    (place / f"vllm-kvfix-{2:016x}").symlink_to("elsewhere")
+    say("EngineCore", pool=POOL)
+    assert len(list(place.iterdir())) == 5
+    with engine(other):
+        pass
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    say("EngineCore", pool=POOL)
+    assert len(list(other.iterdir())) == 2
+    assert metrics._engines() == [metrics.Engine(0, {}, POOL)]
+
+
+def test_where_locks_cannot_be_had_it_is_said_all_the_same(folder, other, monkeypatch):
+    """And nothing can be known of others."""
+    with engine(other):
+        pass
+    monkeypatch.setattr(fcntl, "flock", lambda *_: os.stat("/nowhere"))
+    say("EngineCore", pool=POOL)
+    assert other.exists()
+    assert metrics._engines() == [metrics.Engine(0, {}, POOL)]
 
 
 # ---- whose name it is ----
@@ -185,7 +348,7 @@ def test_without_a_place_of_vllms_it_is_the_one_for_temporary_files(monkeypatch,
 
 def serve_and_return_name():
     metrics.serve(dict)
-    return os.environ.get("_KVFIX_SERVER")
+    return os.environ.get("_KVFIX_FOLDER")
 
 
 def test_one_name_for_a_server_and_all_that_it_starts():
@@ -197,7 +360,7 @@ def test_one_name_for_a_server_and_all_that_it_starts():
 def test_a_server_under_a_launcher_that_has_no_name_makes_one_up():
     names = {in_process("Process-1", serve_and_return_name) for _ in range(2)}
     assert len(names) == 2 and None not in names
-    assert "_KVFIX_SERVER" not in os.environ
+    assert "_KVFIX_FOLDER" not in os.environ
 
 
 def test_an_engine_makes_no_name_up():
@@ -216,19 +379,19 @@ engine.join()
 if os.fork() == 0:
     sys.exit()  # not the one that removes the folder
 os.wait()
-print(os.environ["_KVFIX_SERVER"], *os.listdir(os.environ["VLLM_RPC_BASE_PATH"]))
+print(os.path.basename(os.environ["_KVFIX_FOLDER"]), *os.listdir(os.environ["VLLM_RPC_BASE_PATH"]))
 """
 
 
 def test_a_server_of_its_own_takes_no_name_over_and_leaves_nothing(folder, place):
-    say("EngineCore", pool=POOL)
-    ended = subprocess.run(
-        [sys.executable, "-c", SERVER], capture_output=True, text=True, cwd=Path(__file__).parents[2]
-    )
+    with engine(folder):
+        ended = subprocess.run(
+            [sys.executable, "-c", SERVER], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+        )
     assert ended.returncode == 0, ended.stderr
     name, *there = ended.stdout.split()
-    assert name != os.environ["_KVFIX_SERVER"]
-    assert sorted(there) == sorted([folder.name, f"vllm-kvfix-{name}"])
+    assert name != folder.name
+    assert sorted(there) == sorted([folder.name, name])
     assert list(place.iterdir()) == [folder]
 
 
@@ -236,4 +399,4 @@ def test_what_is_forgotten_leaves_nothing(folder, place):
     say("EngineCore", pool=POOL)
     metrics.forget()
     assert list(place.iterdir()) == []
-    assert "_KVFIX_SERVER" not in os.environ
+    assert "_KVFIX_FOLDER" not in os.environ
