@@ -42,8 +42,9 @@ def servers(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """A fork that only ends would leave its folder."""
+def restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A fork that only ends would leave its folder; and engines here end before their server, so others would sweep."""
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path))
     yield
     if "vllm_kvfix.plugin" in sys.modules:
         sys.modules["vllm_kvfix.plugin"].restore()
