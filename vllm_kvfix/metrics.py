@@ -78,7 +78,8 @@ def tell(**news: Any) -> None:
         first = _held is None
         _write(os.path.join(folder, f"{_parent()}-{index}.json"))
         if first:
-            _sweep(os.path.dirname(folder))
+            with contextlib.suppress(OSError):  # a place need not be one that can be listed
+                _sweep(os.path.dirname(folder))
     except Exception as error:
         _log.once(logging.DEBUG, f"vllm-kvfix: /metrics will not show this engine ({one_line(error)})")
 

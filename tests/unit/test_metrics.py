@@ -343,6 +343,16 @@ def test_where_locks_cannot_be_had_it_is_said_all_the_same(folder, other, monkey
     assert metrics._engines() == [metrics.Engine(0, {}, POOL)]
 
 
+def test_a_place_that_cannot_be_listed_is_no_trouble(folder, other, place, monkeypatch):
+    with engine(other):
+        pass
+    listdir = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: os.stat("/nowhere") if path == str(place) else listdir(path))
+    monkeypatch.setattr(_log, "once", lambda level, message: os._exit(1))
+    say("EngineCore", pool=POOL)
+    assert metrics._engines() == [metrics.Engine(0, {}, POOL)]
+
+
 # ---- whose name it is ----
 
 
