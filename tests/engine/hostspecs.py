@@ -20,6 +20,9 @@ class StockFormulaSpec(FixedCPUOffloadingSpec.__base__):
     get_handlers = FixedCPUOffloadingSpec.get_handlers  # to 0.24.0
     get_worker = FixedCPUOffloadingSpec.get_worker  # from 0.25.0
 
+    def _preflight(self) -> None:
+        """Stock looks at nothing."""
+
 
 class ZeroLoadsSpec(FixedCPUOffloadingSpec):
     """What is loaded is zeros: answers must change, or comparing them shows nothing."""
