@@ -45,7 +45,8 @@ _LOOKS_SECRET = re.compile(
     r"""
       \b (?: hf | gh[pousr] | github_pat | glpat | [spr]k | xox[abeprs] | npm | pypi | dckr_pat ) [-_] [\w-]{8,}
     | \b (?: A[KS]IA | eyJ ) [\w-]{8,}
-    | (?i: \b (?!KeyError) [\w-]* (?: token | secret | passw | pwd | key | credential ) \w* \W{0,2} \s* [=:] \s* \S+ )
+    | (?i: [\w-]{0,48} (?: token | secret | passw | pwd | key (?!Error\b) | credential )
+           \w{0,48} \W{0,2} \s* [=:] \s* (?: '[^']*' | "[^"]*" | \S+ ) )
     | (?i: \b (?: bearer | basic ) \s+ \S+ )
     """,
     re.VERBOSE,

@@ -531,6 +531,22 @@ def test_what_is_no_word_number_version_or_name_of_code_is_hidden(text, posted):
     assert _private.hider((), ())(text) == posted
 
 
+@pytest.mark.parametrize("text", ["HF_TOKEN=ab", "my-api_key: xy", "A_KEY = 'a b'", 'x_password="it is"', "PWD: a"])
+def test_what_is_called_a_secret_is_hidden_with_its_name(text):
+    assert _private.hider((), ())(f"see {text} of it") == f"see {_private.HIDDEN} of it"
+
+
+def test_long_texts_take_no_time_by_their_square():
+    """Of 8,000 characters, some once took two seconds; these would take minutes."""
+    code = (
+        "from vllm_kvfix import _private\n"
+        "hide = _private.hider((), ())\n"
+        "for part in ('a-', 'key-', 'token', 'x/', 'a.', '1,000', 'sk-', '/usr/lib/python3', ' '):\n"
+        "    hide(part * (100_000 // len(part)))\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
+
+
 @pytest.mark.parametrize(
     "text",
     [
